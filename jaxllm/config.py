@@ -1,0 +1,153 @@
+"""The engine's whole configuration: one frozen, flat dataclass under vLLM's flag names."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+AttentionBackend = Literal["auto", "reference", "triton", "mosaic_gpu"]
+
+DEMO_MODEL = "demo"
+
+
+def _flag(help_text: str, **kwargs: Any) -> Any:
+    """A field whose help text becomes the flag's (see serve/args.py)."""
+    return field(metadata={"help": help_text}, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of an engine. None means: derived by `resolve` or by the runner at start.
+
+    Raises:
+        ValueError: a value is out of range; the message names the flag and what would work.
+    """
+
+    model: str = _flag(
+        "a folder in Hugging Face form, a .gguf file, a hub id, or 'demo'", default=DEMO_MODEL
+    )
+    tokenizer: str | None = _flag(
+        "folder or hub id of the tokenizer, if not the model's", default=None
+    )
+    revision: str | None = _flag("hub revision of the model", default=None)
+    served_model_name: tuple[str, ...] | None = _flag(
+        "names that the API answers to; the first is reported", default=None
+    )
+    dtype: Dtype = _flag(
+        "compute dtype; auto is bfloat16 on a GPU, float32 on the CPU", default="auto"
+    )
+    load_format: LoadFormat = _flag(
+        "where the weights come from; dummy makes random ones", default="auto"
+    )
+    max_model_len: int | None = _flag(
+        "longest context (prompt and output), in tokens", default=None
+    )
+    max_num_seqs: int | None = _flag("most requests in one step", default=None)
+    max_num_batched_tokens: int | None = _flag("most tokens in one step", default=None)
+    gpu_memory_utilization: float = _flag(
+        "share of the device's memory that the engine may use", default=0.92
+    )
+    kv_cache_memory_bytes: int | None = _flag(
+        "size of the block cache in bytes; overrides --gpu-memory-utilization", default=None
+    )
+    num_gpu_blocks_override: int | None = _flag("number of cache blocks, for tests", default=None)
+    block_size: int = _flag("tokens in a cache block; a power of two", default=16)
+    enable_prefix_caching: bool = _flag(
+        "reuse the cached blocks of equal prompt prefixes", default=True
+    )
+    seed: int = _flag("seed of the sampler, for requests without one", default=0)
+    enforce_eager: bool = _flag("compile on first use instead of before serving", default=False)
+    attention_backend: AttentionBackend = _flag(
+        "attention kernels; auto takes the fastest", default="auto"
+    )
+    generation_config: str = _flag(
+        "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' does not",
+        default="auto",
+    )
+    max_logprobs: int = _flag("most logprobs a request may ask for", default=20)
+    skip_tokenizer_init: bool = _flag("take and return token ids only", default=False)
+    chat_template: str | None = _flag("chat template: a file or the template itself", default=None)
+    trust_remote_code: bool = _flag("refused: no code from a checkpoint is ever run", default=False)
+    compilation_cache_dir: str | None = _flag(
+        "folder of the persistent compilation cache; '' turns it off", default=None
+    )
+    allow_compile_after_warmup: bool = _flag(
+        "warn, instead of failing, when a step needs a compile after warm-up", default=False
+    )
+
+    def __post_init__(self) -> None:
+        for name, literal in (
+            ("dtype", Dtype),
+            ("load_format", LoadFormat),
+            ("attention_backend", AttentionBackend),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(literal):
+                choices = ", ".join(get_args(literal))
+                raise ValueError(f"{_flag_name(name)} must be one of {choices}; got {value!r}.")
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_gpu_blocks_override",
+            "kv_cache_memory_bytes",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{_flag_name(name)} must be at least 1, got {value}.")
+        if self.block_size < 8 or self.block_size & (self.block_size - 1):
+            raise ValueError(
+                f"--block-size must be a power of two from 8 on, got {self.block_size}."
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}."
+            )
+        if self.trust_remote_code:
+            raise ValueError(
+                "--trust-remote-code is not supported: jaxllm runs no code from a checkpoint."
+            )
+
+    def replace(self, **changes: Any) -> "EngineConfig":
+        """A copy with `changes`, checked anew."""
+        return dataclasses.replace(self, **changes)
+
+    def resolve(self, *, platform: str, context_length: int, offline: bool) -> "EngineConfig":
+        """The config with every None that needs no device measurement filled.
+
+        Args:
+            platform: "gpu" or "cpu".
+            context_length: the model's own longest context, in tokens.
+            offline: whether `LLM` (throughput) or the server (latency) asks; as in vLLM they
+                differ in max_num_batched_tokens.
+        """
+        gpu = platform == "gpu"
+        dtype = {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype)
+        if dtype == "auto":
+            dtype = "bfloat16" if gpu else "float32"
+        max_model_len = self.max_model_len or context_length
+        if max_model_len > context_length:
+            raise ValueError(
+                f"--max-model-len {max_model_len} exceeds the model's context of {context_length} "
+                f"tokens (max_position_embeddings in its config.json)."
+            )
+        max_num_seqs = self.max_num_seqs or (256 if gpu else 16)
+        tokens = self.max_num_batched_tokens
+        if tokens is None:
+            tokens = (16384 if offline else 8192) if gpu else 512
+        if tokens < max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {tokens} is below --max-num-seqs {max_num_seqs}: "
+                f"every running request needs a token a step. Raise the one or lower the other."
+            )
+        return self.replace(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+        )
+
+
+def _flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")

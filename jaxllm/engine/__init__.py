@@ -1,0 +1,1 @@
+"""Puts scheduler, runner and tokenizer together."""

@@ -1,0 +1,1 @@
+"""The device side: mesh, weights, cache, buckets and the jitted steps."""

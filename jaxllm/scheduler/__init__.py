@@ -1,0 +1,1 @@
+"""Host-side scheduling: which requests run, on which blocks. Imports no jax."""

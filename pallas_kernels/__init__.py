@@ -1,0 +1,3 @@
+"""Device kernels, one folder an operation; imports jax only."""
+
+assert __name__ == "jaxllm.pallas_kernels", "import jaxllm.pallas_kernels, not pallas_kernels"
