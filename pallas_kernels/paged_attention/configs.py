@@ -1,0 +1,86 @@
+"""Tuned sizes of the kernels, read from configs.json, and the rules that choose among them."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Sizes of the Triton decode kernel."""
+
+    block_kv: int  # tokens a tile
+    num_splits: int  # programs that share one context
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class RaggedConfig:
+    """Sizes of the Triton ragged kernel."""
+
+    block_q: int  # rows a tile: query tokens times the heads of a group
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class MosaicConfig:
+    """Sizes of the Mosaic GPU ragged kernel."""
+
+    block_kv: int
+    num_stages: int
+    num_programs: int  # 0: one program a tile instead of a persistent grid
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("configs.json").read_text())
+
+
+def _sizes(kernel: str, head_dim: int, dtype: jax.typing.DTypeLike) -> dict[str, int]:
+    """The first entry of a kernel that holds for this head dim and element size."""
+    for entry in _table()[kernel]:
+        if head_dim <= entry["max_head_dim"] and jnp.dtype(dtype).itemsize == entry["itemsize"]:
+            return entry["sizes"]
+    raise NotImplementedError(f"no tuned sizes for head_dim {head_dim} in {jnp.dtype(dtype)}")
+
+
+def decode_config(
+    requests: int, kv_heads: int, head_dim: int, context: int, dtype: jax.typing.DTypeLike
+) -> DecodeConfig:
+    """Tile sizes and the number of splits for a batch whose tables hold `context` tokens each."""
+    sizes = _sizes("triton_decode", head_dim, dtype)
+    return DecodeConfig(
+        num_splits=num_splits(requests * kv_heads, -(-context // sizes["block_kv"])), **sizes
+    )
+
+
+def num_splits(programs: int, tiles: int) -> int:
+    """Splits a context, a power of two, so that `programs` of one split each fill the GPU.
+
+    Two programs run on a multiprocessor at once; more splits than tiles would have nothing to do.
+    """
+    limits = _table()["splits"]
+    splits = 1
+    while (
+        programs * splits < limits["programs"] and splits < min(limits["max_splits"], tiles)
+    ):
+        splits *= 2
+    return splits
+
+
+def ragged_config(head_dim: int, dtype: jax.typing.DTypeLike) -> RaggedConfig:
+    """Tile sizes of the Triton ragged kernel."""
+    return RaggedConfig(**_sizes("triton_ragged", head_dim, dtype))
+
+
+def mosaic_config(head_dim: int, dtype: jax.typing.DTypeLike) -> MosaicConfig:
+    """Tile sizes of the Mosaic GPU ragged kernel."""
+    return MosaicConfig(**_sizes("mosaic_ragged", head_dim, dtype))
