@@ -30,6 +30,9 @@ class Request:
         slot: row of the device's per-request state while running, else -1.
         group_id: common to the n sequences of one request, which share the prompt's blocks.
         seed: of the sampler; filled in by the engine where the request names none.
+        block_hashes: chained hashes of the leading full blocks of `token_ids`, as far as known.
+        num_hashed_blocks: leading blocks of `block_ids` that were offered to the prefix cache.
+        arrival_index: its place in the order of arrival.
     """
 
     request_id: str
@@ -49,6 +52,9 @@ class Request:
     num_preemptions: int = 0
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_hashed_blocks: int = 0
+    arrival_index: int = 0
     max_tokens: int = 0  # resolved by the scheduler: never more than the context allows
     stop_ids: frozenset[int] = frozenset()  # eos (unless ignored) and stop_token_ids
 

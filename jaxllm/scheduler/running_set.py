@@ -1,0 +1,62 @@
+"""Requests with a slot, in order of admission."""
+
+from collections.abc import Iterator
+
+from jaxllm.request import Request, RequestStatus
+
+
+class RunningSet:
+    """Slots, and who has them.
+
+    Attributes:
+        decoding: requests with one token to compute a step, oldest first.
+        prefilling: requests with more of their prompt to compute; admitted after all of
+            `decoding`, since a chunk is only ever cut short where the budget of a step ends.
+    """
+
+    def __init__(self, max_num_seqs: int):
+        self.decoding: list[Request] = []
+        self.prefilling: list[Request] = []
+        self._max_num_seqs = max_num_seqs
+        self._free_slots = list(reversed(range(max_num_seqs)))
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.decoding
+        yield from self.prefilling
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._free_slots
+
+    @property
+    def last(self) -> Request:
+        """The request admitted last."""
+        return (self.prefilling or self.decoding)[-1]
+
+    def add(self, request: Request) -> None:
+        """Gives a slot to a request that begins to prefill."""
+        request.slot = self._free_slots.pop()
+        request.status = RequestStatus.RUNNING
+        self.prefilling.append(request)
+
+    def start_decoding(self, request: Request) -> None:
+        """Notes that the last chunk of a prefill is scheduled."""
+        self.prefilling.remove(request)
+        self.decoding.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes the slot back."""
+        (self.decoding if request in self.decoding else self.prefilling).remove(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a slot is lost or used twice."""
+        slots = sorted(self._free_slots + [request.slot for request in self])
+        assert slots == list(range(self._max_num_seqs)), f"slots lost or used twice: {slots}"
+        for request in self:
+            assert request.status is RequestStatus.RUNNING, f"{request.request_id} is not running"

@@ -1,0 +1,368 @@
+"""Which requests compute which tokens in the next step."""
+
+import logging
+import time
+
+from jaxllm.outputs import (
+    NO_TOKEN,
+    NON_FINITE,
+    EngineOutput,
+    EngineStats,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.limits import check_prompt, find_stop, resolve_max_tokens
+from jaxllm.scheduler.running_set import RunningSet
+from jaxllm.scheduler.waiting_queue import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+NON_FINITE_ERROR = (
+    "the model produced non-finite logits (NaN or infinity), so no token could be sampled. If it "
+    "runs in float16, values above 65504 overflow: use --dtype bfloat16 or --dtype float32; "
+    "otherwise the checkpoint itself may hold non-finite weights."
+)
+
+
+class Scheduler:
+    """First come, first served; continuous batching, chunked prefill, preemption by recompute.
+
+    A step holds one token of each request that is decoding, then chunks of prompts, oldest first,
+    up to `max_num_batched_tokens`. When the blocks run out, the request admitted last gives up
+    its own and is computed anew later.
+
+    `schedule` may be called while the tokens of earlier steps are unknown: it assumes that every
+    request goes on, and `update` may be late by any number of steps, but sees every step that
+    `schedule` gave, in order. A stop is then noticed late; the surplus tokens are dropped. Ends
+    by length are foreseen. What `schedule` gives must be dispatched to the device before any
+    other method is called: it hands blocks and slots on at once, relying on steps running in
+    order.
+
+    Args:
+        max_num_seqs: slots, so the most requests in a step.
+        max_num_batched_tokens: most tokens in a step; at least `max_num_seqs`.
+        max_model_len: most tokens of a request, prompt and output.
+        non_finite_error: what a request with non-finite logits is told.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        non_finite_error: str = NON_FINITE_ERROR,
+    ):
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens} must be at least "
+                f"max_num_seqs={max_num_seqs}: every running request needs a token a step."
+            )
+        if max_model_len > block_pool.num_tokens:
+            logger.warning(
+                "max_model_len is %d tokens but the block cache holds %d (%d blocks of %d): "
+                "longer requests are refused or end there.",
+                max_model_len,
+                block_pool.num_tokens,
+                block_pool.num_blocks,
+                block_pool.block_size,
+            )
+        self.block_pool = block_pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self._non_finite_error = non_finite_error
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running = RunningSet(max_num_seqs)
+        # Admitting up to the last block would have decoding requests evict the newcomer at once.
+        self._spare_blocks = block_pool.num_blocks // 100
+        # Requests that deliver prompt logprobs, with how many they have delivered.
+        self._prompt_logprobs_sent: dict[Request, int] = {}
+        self._num_preemptions = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_steps = 0
+        self._last_step_time = 0.0
+
+    def add(self, request: Request) -> None:
+        """Takes in a new request and sets its `max_tokens`.
+
+        Raises:
+            ValueError: its prompt is empty or too long, or its id is in use.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is still in use.")
+        pool = self.block_pool
+        check_prompt(request, self.max_model_len, pool)
+        request.max_tokens = resolve_max_tokens(request, self.max_model_len, pool)
+        self._requests[request.request_id] = request
+        wants_logprobs = request.sampling_params.prompt_logprobs is not None
+        if wants_logprobs:
+            self._prompt_logprobs_sent[request] = 0
+        fills_block = request.num_prompt_tokens > pool.block_size
+        self._waiting.add(request, awaits_siblings=fills_block or wants_logprobs)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once; False if there is none of that id (it may have ended)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self.block_pool.register(request)
+        self._finish(request)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None if nothing can be computed before an `update`."""
+        singles: list[ScheduledRequest] = []
+        chunks: list[ScheduledRequest] = []
+        preempted = self._schedule_decodes(singles)
+        budget = self.max_num_batched_tokens - len(singles)
+        # A newcomer would only fight for the blocks that were too few a moment ago.
+        prefills = self._schedule_prefills(budget, admit=not preempted)
+        for scheduled in prefills:
+            (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
+            # Not earlier: within the step that fills them, blocks must not be found.
+            self._after_prefill(scheduled)
+        requests = singles + chunks
+        return SchedulerOutput(requests) if requests else None
+
+    def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """Applies what a step gave; returns the news of every request that has any."""
+        outputs: list[EngineOutput] = []
+        for scheduled, token, logprobs in zip(
+            step.requests, result.token_ids, result.logprobs, strict=True
+        ):
+            request = scheduled.request
+            if scheduled.samples:
+                request.num_inflight -= 1
+            if token == NON_FINITE:
+                self.block_pool.forget(request)
+            if request.status is RequestStatus.FINISHED:
+                continue  # surplus: it ended while this step was under way
+            if token == NON_FINITE:
+                self._finish(request)
+                outputs.append(
+                    EngineOutput(
+                        request.request_id, finish_reason="error", error=self._non_finite_error
+                    )
+                )
+                continue
+            prompt_logprobs = None
+            if result.prompt_logprobs and request in self._prompt_logprobs_sent:
+                prompt_logprobs = self._new_prompt_logprobs(scheduled, result)
+            if token != NO_TOKEN:
+                outputs.append(self._append(request, token, logprobs, prompt_logprobs))
+            elif scheduled.samples:
+                raise RuntimeError(f"the runner gave no token for request {request.request_id}.")
+            elif prompt_logprobs:
+                outputs.append(
+                    EngineOutput(
+                        request.request_id,
+                        prompt_logprobs=prompt_logprobs,
+                        num_cached_tokens=request.num_cached_tokens,
+                    )
+                )
+        self._num_steps += 1
+        self._last_step_time = time.monotonic()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot of queues, blocks and counters; prefix cache counters are in tokens."""
+        pool = self.block_pool
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_preemptions=self._num_preemptions,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generation_tokens,
+            prefix_cache_queries=pool.num_queried_tokens,
+            prefix_cache_hits=pool.num_hit_tokens,
+            num_steps=self._num_steps,
+            last_step_time=self._last_step_time,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless slots, queues and blocks agree with the live requests."""
+        waiting = list(self._waiting)
+        live = sorted(request.request_id for request in [*self._running, *waiting])
+        assert live == sorted(self._requests), f"queues hold {live}, not {sorted(self._requests)}"
+        for request in waiting:
+            assert request.slot == -1, f"{request.request_id} waits but has a slot"
+            assert not request.block_ids, f"{request.request_id} waits but has blocks"
+        for request in self._running:
+            room = len(request.block_ids) * self.block_pool.block_size
+            assert request.num_computed_tokens <= room, f"{request.request_id} outgrew its blocks"
+        self._running.check_integrity()
+        self.block_pool.check_integrity(self._requests.values())
+
+    def _schedule_decodes(self, singles: list[ScheduledRequest]) -> bool:
+        """Adds a token of each decoding request; True if a request was preempted for that."""
+        preempted = False
+        block_size = self.block_pool.block_size
+        decoding = self._running.decoding
+        index = 0
+        while index < len(decoding):  # preemption shortens it from the end
+            request = decoding[index]
+            start = request.num_computed_tokens
+            output_index = start + 1 - len(request.prompt_token_ids)
+            index += 1
+            if output_index >= request.max_tokens:
+                continue  # its last token is in flight
+            if start == len(request.block_ids) * block_size:
+                self.block_pool.register(request)
+                while not self.block_pool.num_free and request.slot >= 0:
+                    self._preempt_last()
+                    preempted = True
+                if request.slot < 0:
+                    break  # it was the last one itself
+                request.block_ids += self.block_pool.allocate(1)
+            request.num_computed_tokens = start + 1
+            request.num_inflight += 1
+            singles.append(
+                ScheduledRequest(request, request.slot, start, 1, True, output_index, False)
+            )
+        return preempted
+
+    def _schedule_prefills(self, budget: int, *, admit: bool) -> list[ScheduledRequest]:
+        """A chunk of each running prefill, then of newcomers, of at most `budget` tokens in all."""
+        scheduled: list[ScheduledRequest] = []
+        admitted = False
+        queue = self._running.prefilling[::-1]
+        while budget > 0:
+            if queue:
+                request = queue.pop()
+            elif admit and (newcomer := self._admit()) is not None:
+                request, admitted = newcomer, True
+            else:
+                break
+            start = request.num_computed_tokens
+            remaining = len(request.token_ids) - start
+            count = min(remaining, budget)
+            samples = count == remaining
+            request.num_computed_tokens += count
+            request.num_inflight += samples
+            budget -= count
+            scheduled.append(
+                ScheduledRequest(
+                    request,
+                    request.slot,
+                    start,
+                    count,
+                    samples,
+                    request.num_output_tokens,
+                    admitted,
+                )
+            )
+        return scheduled
+
+    def _after_prefill(self, scheduled: ScheduledRequest) -> None:
+        request = scheduled.request
+        self.block_pool.register(request)
+        if scheduled.samples:
+            self._running.start_decoding(request)
+            for follower in self._waiting.release(request):
+                self._prompt_logprobs_sent.pop(follower, None)
+
+    def _admit(self) -> Request | None:
+        """The oldest waiting request, now with a slot and blocks for all its tokens, if it fits."""
+        request = self._waiting.head
+        # A preempted request's tokens in flight must come back before it can be computed anew.
+        if request is None or self._running.full or request.num_inflight:
+            return None
+        pool = self.block_pool
+        length = len(request.token_ids)
+        sent = self._prompt_logprobs_sent.get(request)
+        # Prompt logprobs come from computing: a cached position has none.
+        reads_cache = sent is None or sent >= len(request.prompt_token_ids) - 1
+        # One token must be left to compute, or there would be no logits.
+        hits = pool.lookup(request, length - 1) if reads_cache else []
+        count = -(-length // pool.block_size) - len(hits)
+        spare = self._spare_blocks if len(self._running) else 0
+        if pool.num_free - pool.count_free(hits) < count + spare:
+            return None
+        self._waiting.pop()
+        pool.incref(hits)
+        request.block_ids = hits + pool.allocate(count)
+        request.num_hashed_blocks = len(hits)
+        request.num_computed_tokens = len(hits) * pool.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self._num_prompt_tokens += length
+            if reads_cache and pool.enable_prefix_caching:
+                pool.num_queried_tokens += length
+                pool.num_hit_tokens += request.num_computed_tokens
+        self._running.add(request)
+        return request
+
+    def _preempt_last(self) -> None:
+        """Takes blocks and slot from the request admitted last; it is computed anew later."""
+        request = self._running.last
+        self.block_pool.register(request)
+        self._take_away(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        self._num_preemptions += 1
+        self._waiting.put_back(request)
+
+    def _take_away(self, request: Request) -> None:
+        self._running.remove(request)
+        self.block_pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_hashed_blocks = 0
+
+    def _finish(self, request: Request) -> None:
+        running = request.slot >= 0
+        if running:
+            self._take_away(request)
+        request.status = RequestStatus.FINISHED
+        self._waiting.leave(request, queued=not running)
+        self._prompt_logprobs_sent.pop(request, None)
+        del self._requests[request.request_id]
+
+    def _append(
+        self,
+        request: Request,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+    ) -> EngineOutput:
+        request.token_ids.append(token)
+        self._num_generation_tokens += 1
+        finish_reason, stop_reason = find_stop(request)
+        if finish_reason is not None:
+            self.block_pool.register(request)
+            self._finish(request)
+        return EngineOutput(
+            request.request_id,
+            [token],
+            [] if logprobs is None else [logprobs],
+            prompt_logprobs,
+            finish_reason,
+            stop_reason,
+            request.num_cached_tokens,
+        )
+
+    def _new_prompt_logprobs(
+        self, scheduled: ScheduledRequest, result: ModelRunnerOutput
+    ) -> list[TokenLogprobs] | None:
+        """What the step gave beyond what was delivered before a preemption."""
+        request = scheduled.request
+        entries = result.prompt_logprobs.get(request.request_id, [])
+        sent = self._prompt_logprobs_sent[request]
+        fresh = entries[max(0, sent + 1 - max(1, scheduled.start)) :]
+        self._prompt_logprobs_sent[request] = sent + len(fresh)
+        return fresh or None
