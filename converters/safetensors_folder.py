@@ -1,0 +1,148 @@
+"""A checkpoint as a folder in Hugging Face form: config.json and one or more safetensors files."""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.safetensors_file import SafetensorsFile, TensorInfo
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
+
+
+class SafetensorsFolder:
+    """A Checkpoint over a folder. With an index, only what its weight_map lists is read.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+
+    source: Literal["safetensors"] = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_config(path)
+        self.generation_config = read_generation_config(path)
+        self._file_of = _open_indexed(path) if (path / INDEX_FILE).is_file() else _open_single(path)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: file.tensors[name] for name, file in self._file_of.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor, or its part `index`, as a read-only view of the mapped file."""
+        return self._file_of[name].read(name, index)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of the folder `path`."""
+    return read_json(path / "config.json")
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """generation_config.json of the folder `path`, {} if it has none."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: unreadable, no JSON, or no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object but a {type(value).__name__}.")
+    return value
+
+
+def shorten(names: Iterable[str], limit: int = 8) -> str:
+    """The first `limit` names and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _open_single(path: Path) -> dict[str, SafetensorsFile]:
+    file = path / SINGLE_FILE
+    if not file.is_file():
+        raise CheckpointError(_no_weights(path))
+    _report_leftovers(path, {SINGLE_FILE}, [])
+    opened = SafetensorsFile(file)
+    return dict.fromkeys(opened.tensors, opened)
+
+
+def _open_indexed(path: Path) -> dict[str, SafetensorsFile]:
+    index = path / INDEX_FILE
+    weight_map = _weight_map(index)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        message = f"{index} names {len(missing)} of {len(shards)} shards that are not there: "
+        message += f"{', '.join(missing)}."
+        if (path / SINGLE_FILE).is_file():
+            message += f" To load {SINGLE_FILE} instead, delete the index."
+        raise CheckpointError(message)
+    opened = {shard: SafetensorsFile(path / shard) for shard in shards}
+    absent = [
+        f"{name} ({shard})"
+        for name, shard in weight_map.items()
+        if name not in opened[shard].tensors
+    ]
+    if absent:
+        raise CheckpointError(
+            f"{index} names {len(absent)} tensors that their shards do not hold: {shorten(absent)}."
+        )
+    stale = [
+        f"{name} ({shard})"
+        for shard, file in opened.items()
+        for name in file.tensors
+        if weight_map.get(name) != shard
+    ]
+    _report_leftovers(path, set(shards), stale)
+    return {name: opened[shard] for name, shard in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map of tensor names to files.")
+    for name, shard in weight_map.items():
+        parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
+        if not parts or ".." in parts or PurePosixPath(shard).is_absolute() or "\0" in shard:
+            raise CheckpointError(f"{index} puts {name!r} in {shard!r}, no file of this folder.")
+    return weight_map
+
+
+def _report_leftovers(path: Path, used: set[str], stale: list[str]) -> None:
+    files = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in used]
+    if stale:
+        logger.warning("%s: tensors that the index does not place there: %s", path, shorten(stale))
+    if files:
+        logger.warning("%s: files that are not part of the model: %s", path, shorten(files))
+
+
+def _no_weights(path: Path) -> str:
+    found = sorted(entry.name for entry in path.iterdir())
+    weights = [name for name in found if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    message = f"no weights in {path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+    if any(name.endswith(".safetensors") for name in weights):
+        return f"{message}, only {shorten(weights)}. Shards need their index."
+    if weights:
+        return (
+            f"{message}, only {shorten(weights)}. PyTorch files are not read: save the model "
+            f"with transformers' save_pretrained, which writes safetensors."
+        )
+    return f"{message}."
