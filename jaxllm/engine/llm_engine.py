@@ -1,0 +1,104 @@
+"""LLMEngine: scheduler and runner in a loop that stays one step ahead of the device."""
+
+import logging
+import random
+import time
+from collections import deque
+from dataclasses import replace
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.startup import Log, load_model
+from jaxllm.outputs import EngineOutput, EngineStats, SchedulerOutput
+from jaxllm.request import Request
+from jaxllm.runner.model_runner import PendingStep
+from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+STEPS_AHEAD = 1
+"""Steps given to the device beyond the one whose tokens are awaited."""
+
+
+class LLMEngine:
+    """Token ids in, token ids out; no text, no HTTP, one thread.
+
+    Args:
+        config: as the user gave it; `self.config` is the resolved one.
+        offline: throughput defaults (`LLM`) rather than the server's.
+
+    Raises:
+        ValueError, FileNotFoundError: the model cannot be served as asked; says why.
+    """
+
+    def __init__(self, config: EngineConfig, *, offline: bool = True, log: Log = logger.info):
+        model = load_model(config, offline=offline, log=log)
+        self.config = model.config
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        self.generation_config = model.generation_config
+        self.memory = model.memory
+        self.phases = model.phases
+        assert self.config.max_num_seqs
+        assert self.config.max_num_batched_tokens
+        assert self.config.max_model_len
+        self.runner = model.runner
+        self.scheduler = Scheduler(
+            BlockPool(
+                model.memory.num_blocks,
+                self.config.block_size,
+                enable_prefix_caching=self.config.enable_prefix_caching,
+            ),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+        )
+        self._pending: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._seeds = random.Random(self.config.seed)
+        self._num_steps = 0
+        self._last_step_time = time.monotonic()
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it can never be served: a parameter or its length is out of range.
+        """
+        params = request.sampling_params
+        params.check_vocab(self.vocab_size, self.config.max_logprobs)
+        for token in request.prompt_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"prompt token id {token} is not in the vocabulary (size {self.vocab_size})."
+                )
+        if params.seed is None:
+            request.seed = self._seeds.getrandbits(32)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its blocks; an unknown id is no error: it may have ended."""
+        self.scheduler.abort(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._pending) or self.scheduler.has_unfinished()
+
+    def step(self) -> list[EngineOutput]:
+        """Dispatches the next step, then takes in the one before it, while the device works."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is not None:
+            self._pending.append((scheduled, self.runner.execute(scheduled)))
+        if not self._pending or (scheduled and len(self._pending) <= STEPS_AHEAD):
+            return []
+        done, pending = self._pending.popleft()
+        outputs = self.scheduler.update(done, pending.result())
+        self._num_steps += 1
+        self._last_step_time = time.monotonic()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot for /metrics and /health."""
+        return replace(
+            self.scheduler.stats(),
+            num_steps=self._num_steps,
+            last_step_time=self._last_step_time,
+        )

@@ -1,0 +1,157 @@
+"""From an EngineConfig to a loaded, warmed-up ModelRunner, with a table of the times."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
+from jaxllm.converters.loader import load_dummy_params, load_params
+from jaxllm.converters.name_maps import name_map_for
+from jaxllm.converters.tied import effective_config
+from jaxllm.models.registry import resolve
+from jaxllm.runner.kv_cache import CacheShape
+from jaxllm.runner.memory import MemoryPlan, plan_memory
+from jaxllm.runner.mesh import make_mesh
+from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.runner.weights import build_abstract, unflatten
+
+logger = logging.getLogger(__name__)
+
+Log = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Phases:
+    """Times of the start-up's phases, in seconds."""
+
+    log: Log
+    times: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.times[name] = time.perf_counter() - start
+        self.log(f"{name}: {self.times[name]:.1f} s")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the engine needs to know of the model it runs.
+
+    Attributes:
+        config: resolved: nothing is None that matters.
+        eos_token_ids: of config.json and generation_config.json together.
+        generation_config: the file's contents, {} if there is none.
+    """
+
+    config: EngineConfig
+    runner: ModelRunner
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    generation_config: dict[str, Any]
+    memory: MemoryPlan
+    phases: dict[str, float]
+
+
+def configure_jax(config: EngineConfig) -> None:
+    """Settings that JAX reads before it first touches a device."""
+    # The share of the GPU's memory is a variable of JAX's; there is no other way to set it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+    folder = config.compilation_cache_dir
+    if folder is None:
+        folder = str(Path.home() / ".cache" / "jaxllm" / "compilation")
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def eos_ids(*configs: dict[str, Any]) -> frozenset[int]:
+    """The eos_token_id of each config, which may be an id, a list of them, or missing."""
+    ids: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -> LoadedModel:
+    """Reads the checkpoint, fills the parameters, sizes the cache, compiles and warms up.
+
+    Raises:
+        ValueError, FileNotFoundError: config or checkpoint cannot be served; says why.
+    """
+    configure_jax(config)
+    phases = Phases(log)
+    with phases("find the checkpoint"):
+        checkpoint = open_checkpoint(
+            config.model, revision=config.revision, load_format=config.load_format
+        )
+        hf_config = effective_config(checkpoint)
+        model_class = resolve(hf_config.get("architectures") or [])
+        model_config = model_class.Config.from_hf(hf_config)
+    with phases("find the devices"):
+        mesh = make_mesh()
+    resolved = config.resolve(
+        platform=mesh.devices.flat[0].platform,
+        context_length=model_config.context_length,
+        offline=offline,
+    )
+    model = build_abstract(model_class, model_config, resolved.dtype, mesh)
+    with phases("load the weights"):
+        params = unflatten(_load(resolved, checkpoint, model.shapes, model_class, model_config))
+        jax.block_until_ready(params)
+    cache_shape = CacheShape(
+        num_layers=model_config.num_hidden_layers,
+        num_kv_heads=model_config.num_key_value_heads,
+        head_dim=model_config.head_dim,
+        block_size=resolved.block_size,
+        dtype=jax.numpy.dtype(resolved.dtype),
+    )
+    with phases("plan the memory"):
+        vocab_size = model_config.vocab_size
+        memory = plan_memory(resolved, model, params, cache_shape, vocab_size, mesh)
+    for line in memory.lines():
+        log(line)
+    with phases("allocate the cache"):
+        runner = ModelRunner(
+            resolved,
+            model,
+            params,
+            mesh=mesh,
+            cache_shape=cache_shape,
+            num_blocks=memory.num_blocks,
+            vocab_size=vocab_size,
+        )
+    with phases("compile and warm up"):
+        runner.warm_up(log)
+    return LoadedModel(
+        config=resolved,
+        runner=runner,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_ids(checkpoint.config, checkpoint.generation_config),
+        generation_config=checkpoint.generation_config,
+        memory=memory,
+        phases=phases.times,
+    )
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    shapes: dict[str, jax.ShapeDtypeStruct],
+    model_class: type,
+    model_config: Any,
+) -> dict[str, jax.Array]:
+    if config.load_format == "dummy":
+        return load_dummy_params(shapes)
+    return load_params(shapes, checkpoint, name_map_for(model_class.__name__), model_config)

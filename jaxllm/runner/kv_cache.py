@@ -1,0 +1,77 @@
+"""How many cache blocks fit, and the arrays that hold them."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.models.batch import KVCache
+from jaxllm.runner.mesh import TP_AXIS
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one token of context takes.
+
+    Attributes:
+        num_layers: layers that keep keys and values.
+        num_kv_heads: K, over all devices.
+        head_dim: H.
+        block_size: S.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: jnp.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        per_layer = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * per_layer
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+
+def array_shapes(shape: CacheShape, num_blocks: int, mesh: Mesh) -> KVCache:
+    """Shapes [num_blocks * S, 2, K, H] of the cache arrays, one a layer, sharded over kv heads."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, TP_AXIS, None))
+    slots = num_blocks * shape.block_size
+    dims = (slots, 2, shape.num_kv_heads, shape.head_dim)
+    struct: Any = jax.ShapeDtypeStruct(dims, shape.dtype, sharding=sharding)
+    return [struct] * shape.num_layers
+
+
+def device_memory(device: jax.Device) -> int | None:
+    """Bytes that JAX may use on `device`, or None on the CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats["bytes_limit"] if stats else None
+
+
+def cpu_budget() -> int:
+    """Bytes for the cache on the CPU: an eighth of the free memory, to leave the machine usable."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+
+
+def count_blocks(shape: CacheShape, budget: int, *, max_model_len: int, max_num_seqs: int) -> int:
+    """Blocks that fit into `budget` bytes, and no more than all requests together can fill.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    most = max_num_seqs * -(-max_model_len // shape.block_size)
+    blocks = min(budget // shape.bytes_per_block, most)
+    if blocks < 1:
+        raise ValueError(
+            f"No memory for even one cache block: it takes {shape.bytes_per_block / GIB:.3f} GiB "
+            f"({shape.block_size} tokens), but {max(budget, 0) / GIB:.3f} GiB are left."
+        )
+    return int(blocks)

@@ -1,0 +1,40 @@
+"""The device mesh. There always is one, also for a single device, so that code has one path."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+PP_AXIS = "pp"
+TP_AXIS = "tp"
+
+
+def make_mesh(
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+) -> Mesh:
+    """A (pp, tp) mesh over the first pp * tp devices.
+
+    Raises:
+        ValueError: fewer devices are there than the two sizes need.
+    """
+    devices = list(devices) if devices is not None else jax.devices()
+    needed = tensor_parallel_size * pipeline_parallel_size
+    if needed > len(devices):
+        raise ValueError(
+            f"--tensor-parallel-size {tensor_parallel_size} times --pipeline-parallel-size "
+            f"{pipeline_parallel_size} needs {needed} devices, but JAX sees {len(devices)}."
+        )
+    return jax.make_mesh(
+        (pipeline_parallel_size, tensor_parallel_size),
+        (PP_AXIS, TP_AXIS),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices[:needed],
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,289 @@
+"""ModelRunner: owns parameters, cache and programs, and runs what the scheduler decided."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.outputs import (
+    NO_TOKEN,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from jaxllm.runner import kv_cache
+from jaxllm.runner.buckets import Bucket, Buckets
+from jaxllm.runner.input_batch import InputBatch
+from jaxllm.runner.mesh import replicated
+from jaxllm.runner.programs import LOGPROB_ROWS, StepPrograms
+from jaxllm.runner.sampler import SamplingMode, set_row
+from jaxllm.runner.step import DeviceState, StepOptions, allocate, state_shapes
+from jaxllm.runner.weights import AbstractModel, Params
+from jaxllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def _needs_rows(params: SamplingParams) -> bool:
+    """Whether the request needs its own SamplerRows (see sampler.py)."""
+    return bool(params.has_penalties or params.logit_bias or params.min_tokens)
+
+
+def sampling_mode(params: SamplingParams) -> SamplingMode:
+    """The least mode that serves a request."""
+    if _needs_rows(params) or params.logprobs is not None:
+        return SamplingMode.FULL
+    if params.greedy:
+        return SamplingMode.GREEDY
+    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        return SamplingMode.FULL
+    return SamplingMode.RANDOM
+
+
+def _prompt_logprobs_left(item: ScheduledRequest) -> int:
+    """How many prompt logprobs the step's chunk gives: position p predicts token p + 1."""
+    if item.request.sampling_params.prompt_logprobs is None:
+        return 0
+    return max(0, min(item.num_new_tokens, item.request.num_prompt_tokens - 1 - item.start))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Prompt logprobs on their way from the device: rows first, first+1 … of `array`."""
+
+    request_id: str
+    token_ids: list[int]
+    first: int
+    array: jax.Array  # i32[C, 2 + 2 * max_logprobs], see sampler.token_logprobs
+    num_logprobs: int
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step given to the device. `result()` waits for it."""
+
+    step: SchedulerOutput
+    _result: jax.Array
+    _prompt_logprobs: list[PendingLogprobs]
+    _max_logprobs: int
+
+    def result(self) -> ModelRunnerOutput:
+        rows = np.asarray(self._result)
+        token_ids: list[int] = rows[: len(self.step.requests), 0].tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for i, item in enumerate(self.step.requests):
+            wanted = item.request.sampling_params.logprobs
+            if not item.samples:
+                token_ids[i] = NO_TOKEN
+            elif wanted is not None and token_ids[i] >= 0:
+                logprobs[i] = self._unpack(token_ids[i], rows[i, 1:], wanted)
+        prompt: dict[str, list[TokenLogprobs]] = {}
+        for part in self._prompt_logprobs:
+            rows = np.asarray(part.array)[part.first :]
+            prompt.setdefault(part.request_id, []).extend(
+                self._unpack(token, row, part.num_logprobs)
+                for token, row in zip(part.token_ids, rows, strict=False)
+            )
+        return ModelRunnerOutput(token_ids, logprobs, prompt)
+
+    def _unpack(self, token: int, row: np.ndarray, wanted: int) -> TokenLogprobs:
+        """A row as sampler.token_logprobs makes it: rank, logprob, top ids, their logprobs."""
+        floats = row.view(np.float32)
+        ids = row[2 : 2 + wanted].tolist()
+        start = 2 + self._max_logprobs
+        values = floats[start : start + wanted].tolist()
+        return TokenLogprobs([token, *ids], [float(floats[1]), *values], int(row[0]))
+
+
+def make_buckets(config: EngineConfig, *, gpu: bool) -> Buckets:
+    """The buckets of a resolved config."""
+    assert config.max_num_seqs
+    assert config.max_num_batched_tokens
+    return Buckets.create(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        gpu=gpu,
+    )
+
+
+def make_state_shapes(
+    config: EngineConfig,
+    cache_shape: kv_cache.CacheShape,
+    num_blocks: int,
+    vocab_size: int,
+    mesh: Mesh,
+) -> DeviceState:
+    """Shapes of everything that stays on the device beside the parameters."""
+    assert config.max_num_seqs
+    cache = kv_cache.array_shapes(cache_shape, num_blocks, mesh)
+    return state_shapes(cache, config.max_num_seqs, vocab_size, replicated(mesh))
+
+
+def make_programs(
+    config: EngineConfig, model: AbstractModel, params: Params, state: DeviceState, mesh: Mesh
+) -> StepPrograms:
+    """The programs for `state` (shapes suffice), none compiled yet."""
+    assert config.max_model_len
+    gpu = mesh.devices.flat[0].platform == "gpu"
+    return StepPrograms(
+        params,
+        state,
+        options=lambda mode: StepOptions(
+            model.merge, config.block_size, config.attention_backend, config.max_logprobs, mode
+        ),
+        table_width=-(-config.max_model_len // config.block_size),
+        packed_sharding=replicated(mesh),
+        # On the CPU compiling costs more than choosing the mode at run time; on a GPU a
+        # run-time choice would make the host wait for it.
+        modes=tuple(SamplingMode) if gpu else (None,),
+        lazy=config.enforce_eager,
+        warn_only=config.allow_compile_after_warmup,
+    )
+
+
+class ModelRunner:
+    """Runs steps on the device. Holds no queue and takes no decision.
+
+    Args:
+        config: resolved (see EngineConfig.resolve).
+        model: the abstract model; `params` are its arrays.
+        cache_shape: what the cache holds a token.
+        num_blocks: cache blocks to allocate.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: AbstractModel,
+        params: Params,
+        *,
+        mesh: Mesh,
+        cache_shape: kv_cache.CacheShape,
+        num_blocks: int,
+        vocab_size: int,
+    ) -> None:
+        assert config.max_num_seqs
+        self._config = config
+        self._params = params
+        self._replicated = replicated(mesh)
+        self._vocab_size = vocab_size
+        self._gpu = mesh.devices.flat[0].platform == "gpu"
+        self.buckets = make_buckets(config, gpu=self._gpu)
+        shapes = make_state_shapes(config, cache_shape, num_blocks, vocab_size, mesh)
+        self._state = allocate(shapes)
+        self.programs = make_programs(config, model, params, shapes, mesh)
+        self._input = InputBatch(
+            config.max_num_seqs,
+            self.programs.table_width,
+            config.block_size,
+            num_blocks * config.block_size,
+        )
+        self._set_row = jax.jit(set_row, donate_argnums=(0,))
+        self._dirty_rows: set[int] = set()
+
+    def warm_up(self, log: Callable[[str], None] = logger.info) -> None:
+        """Compiles all programs and runs each twice, on padding alone.
+
+        Twice, because XLA captures a CUDA graph on the second run.
+        """
+        if self._config.enforce_eager:
+            return
+        start = time.perf_counter()
+        self.programs.compile_all(self.buckets, threads=16 if self._gpu else 2, log=log)
+        compiled = time.perf_counter()
+        nothing = SchedulerOutput([])
+        self._reset_row(0, None)
+        for bucket in self.buckets:
+            modes = tuple(SamplingMode)
+            for mode in modes * 2 if self._gpu else modes[:1]:
+                hidden = self._dispatch(nothing, bucket, mode)[1]
+            if not bucket.decode_only:
+                rows = np.zeros(min(LOGPROB_ROWS, bucket.num_tokens), np.int32)
+                self._put_and_run_logprobs(bucket, hidden, 0, rows)
+        jax.block_until_ready(self._state)
+        self.programs.seal()
+        log(
+            f"{self.programs.num_compiled} programs: {compiled - start:.1f} s to compile, "
+            f"{time.perf_counter() - compiled:.1f} s to warm up"
+        )
+
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        """Gives `step` to the device and returns at once."""
+        for item in step.requests:
+            if item.admitted and (
+                _needs_rows(item.request.sampling_params) or item.slot in self._dirty_rows
+            ):
+                self._reset_row(item.slot, item)
+        bucket = self.buckets.fit(step, mixed=any(map(_prompt_logprobs_left, step.requests)))
+        mode = max(sampling_mode(item.request.sampling_params) for item in step.requests)
+        result, hidden = self._dispatch(step, bucket, mode)
+        result.copy_to_host_async()
+        return PendingStep(
+            step, result, self._prompt_logprobs(step, bucket, hidden), self._config.max_logprobs
+        )
+
+    def _dispatch(
+        self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode
+    ) -> tuple[jax.Array, jax.Array | None]:
+        program = self.programs.step(bucket, mode)
+        packed = self._input.pack(step, self.programs.layout(bucket), mode)
+        uploaded = jax.device_put(packed, self._replicated)
+        self._state, result, hidden = program(self._params, self._state, uploaded)
+        return result, hidden
+
+    def _reset_row(self, slot: int, item: ScheduledRequest | None) -> None:
+        """Sets a slot's SamplerRows for the request that now owns it; neutral for None."""
+        vocab = self._vocab_size
+        prompt = np.zeros(vocab, np.bool_)
+        counts = np.zeros(vocab, np.int32)
+        bias = np.zeros(vocab, np.float32)
+        stop = np.zeros(vocab, np.bool_)
+        self._dirty_rows.discard(slot)
+        if item is not None and _needs_rows(item.request.sampling_params):
+            request, params = item.request, item.request.sampling_params
+            prompt[request.prompt_token_ids] = True
+            np.add.at(counts, request.token_ids[request.num_prompt_tokens :], 1)
+            for token, value in (params.logit_bias or {}).items():
+                bias[token] = value
+            stop[[token for token in request.stop_ids if token < vocab]] = True
+            self._dirty_rows.add(slot)
+        row = jax.device_put((np.int32(slot), prompt, counts, bias, stop), self._replicated)
+        rows = self._set_row(self._state.rows, *row)
+        self._state = DeviceState(self._state.kv_cache, self._state.last_tokens, rows)
+
+    def _put_and_run_logprobs(
+        self, bucket: Bucket, hidden: Any, start: int, targets: np.ndarray
+    ) -> jax.Array:
+        placed = jax.device_put((np.int32(start), targets), self._replicated)
+        return self.programs.prompt_logprobs(bucket)(self._params, hidden, *placed)
+
+    def _prompt_logprobs(
+        self, step: SchedulerOutput, bucket: Bucket, hidden: jax.Array | None
+    ) -> list[PendingLogprobs]:
+        """Starts the prompt logprobs that this step's chunks give."""
+        pending: list[PendingLogprobs] = []
+        offset = 0
+        rows = min(LOGPROB_ROWS, bucket.num_tokens)
+        for item in step.requests:
+            request, wanted = item.request, item.request.sampling_params.prompt_logprobs
+            count = _prompt_logprobs_left(item)
+            tokens = request.prompt_token_ids[item.start + 1 : item.start + 1 + count]
+            for done in range(0, count, rows):
+                part = tokens[done : done + rows]
+                # The slice must lie inside the bucket: near its end it starts earlier.
+                start = min(offset + done, bucket.num_tokens - rows)
+                first = offset + done - start
+                targets = np.zeros(rows, np.int32)
+                targets[first : first + len(part)] = part
+                array = self._put_and_run_logprobs(bucket, hidden, start, targets)
+                array.copy_to_host_async()
+                pending.append(PendingLogprobs(request.request_id, part, first, array, wanted or 0))
+            offset += item.num_new_tokens
+        return pending

@@ -1,0 +1,145 @@
+"""The jitted functions. The device state is donated here and nowhere else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.models.batch import AttentionMetadata, ForwardBatch, KVCache
+from jaxllm.runner.batch_layout import BatchLayout
+from jaxllm.runner.sampler import (
+    SamplerRows,
+    SamplingBatch,
+    SamplingMode,
+    row_shapes,
+    sample,
+    token_logprobs,
+)
+from jaxllm.runner.weights import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """What stays on the device from step to step, updated in place."""
+
+    kv_cache: KVCache
+    last_tokens: jax.Array  # i32[slots]: what each slot sampled last
+    rows: SamplerRows
+
+
+def state_shapes(cache: KVCache, num_slots: int, vocab_size: int, sharding: Any) -> DeviceState:
+    """Shapes of the state; `sharding` is that of everything but the cache."""
+    last: Any = jax.ShapeDtypeStruct((num_slots,), jnp.int32, sharding=sharding)
+    return DeviceState(cache, last, row_shapes(num_slots, vocab_size, sharding))
+
+
+def allocate(shapes: DeviceState) -> DeviceState:
+    """The state itself, all zeros."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step's program depends on beside its bucket.
+
+    Attributes:
+        merge: params -> model module.
+        mode: None leaves the sampling mode to run time.
+    """
+
+    merge: Callable[[Params], Any]
+    block_size: int
+    backend: str
+    max_logprobs: int
+    mode: SamplingMode | None
+
+
+def run_step(
+    params: Params,
+    state: DeviceState,
+    packed: Int[Array, "packed"],
+    *,
+    layout: BatchLayout,
+    options: StepOptions,
+) -> tuple[DeviceState, Int[Array, "B C"], Float[Array, "T D"] | None]:
+    """One step: embeds, attends, writes the cache, samples.
+
+    Returns:
+        The new state, the sampler's result (see `sample`), and for mixed buckets the hidden
+        states of all tokens, from which prompt logprobs are made when a request asks for them.
+    """
+    fields = layout.unpack(packed)
+    bucket = layout.bucket
+    batch = _forward_batch(fields, state.last_tokens, layout, options)
+    model = options.merge(params)
+    hidden, kv_cache = model(batch, state.kv_cache)
+    last = hidden if bucket.decode_only else hidden[fields["last_token"]]
+    logits = model.compute_logits(last)
+    sampling = SamplingBatch(
+        slots=fields["slots"],
+        write_slots=fields["write_slots"],
+        output_index=fields["output_index"],
+        seed=lax.bitcast_convert_type(fields["seed"], jnp.uint32),
+        temperature=fields["temperature"],
+        top_k=fields["top_k"],
+        top_p=fields["top_p"],
+        min_p=fields["min_p"],
+        repetition=fields["repetition"],
+        presence=fields["presence"],
+        frequency=fields["frequency"],
+        min_tokens=fields["min_tokens"],
+    )
+    mode = fields["mode"][0] if options.mode is None else options.mode
+    result, rows = sample(logits, state.rows, sampling, mode, options.max_logprobs)
+    # A request whose logits are not finite ends; its slot must still hold a valid id until then.
+    tokens = jnp.maximum(result[:, 0], 0)
+    last_tokens = state.last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
+    state = DeviceState(kv_cache, last_tokens, rows)
+    return state, result, None if bucket.decode_only else hidden
+
+
+def _forward_batch(
+    fields: dict[str, jax.Array],
+    last_tokens: Int[Array, "slots"],
+    layout: BatchLayout,
+    options: StepOptions,
+) -> ForwardBatch:
+    """Requests with one new token stand first, so token i of those is request i's."""
+    num = layout.bucket.num_requests
+    token_ids = fields["token_ids"]
+    head = token_ids[:num]
+    head = jnp.where(head < 0, last_tokens[fields["slots"]], head)
+    token_ids = head if len(token_ids) == num else token_ids.at[:num].set(head)
+    attention = AttentionMetadata(
+        query_start=fields["query_start"],
+        seq_lens=fields["seq_lens"],
+        block_tables=fields["block_tables"],
+        slot_mapping=fields["slot_mapping"],
+        block_size=options.block_size,
+        decode_only=layout.bucket.decode_only,
+        backend=options.backend,
+    )
+    return ForwardBatch(token_ids, fields["positions"], attention)
+
+
+def prompt_logprobs(
+    params: Params,
+    hidden: Float[Array, "T D"],
+    start: Int[Array, ""],
+    targets: Int[Array, "C"],
+    *,
+    merge: Callable[[Params], Any],
+    max_logprobs: int,
+) -> Int[Array, "C cols"]:
+    """Logprobs of `targets`, each predicted by one of the C rows of `hidden` from `start` on.
+
+    C rows at a time bound the memory: 8192 rows of a 152k vocabulary would take 5 GB.
+    """
+    rows = lax.dynamic_slice_in_dim(hidden, start, targets.shape[0])
+    logits = merge(params).compute_logits(rows)
+    return token_logprobs(logits, targets, max_logprobs)
