@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_LOGIT_BIAS = 100.0
 
@@ -149,3 +150,25 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be at most {max_logprobs} (--max-logprobs), got {value}."
                 )
+
+
+_GENERATION_FIELDS = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling defaults in a generation_config.json, under SamplingParams' names.
+
+    As in vLLM they stand in for what a request leaves out. null counts as absent.
+    """
+    return {
+        name: generation_config[key]
+        for key, name in _GENERATION_FIELDS.items()
+        if generation_config.get(key) is not None
+    }

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from jaxllm.config import EngineConfig
-from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
-from jaxllm.converters.loader import load_dummy_params, load_params
-from jaxllm.converters.name_maps import name_map_for
-from jaxllm.converters.tied import effective_config
+from jaxllm.converters.architectures import name_map_for
+from jaxllm.converters.checkpoint import open_checkpoint
+from jaxllm.converters.loader import load_params
+from jaxllm.converters.tied_head import effective_config
 from jaxllm.models.registry import resolve
 from jaxllm.runner.kv_cache import CacheShape
 from jaxllm.runner.memory import MemoryPlan, plan_memory
@@ -108,8 +108,8 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     )
     model = build_abstract(model_class, model_config, resolved.dtype, mesh)
     with phases("load the weights"):
-        params = unflatten(_load(resolved, checkpoint, model.shapes, model_class, model_config))
-        jax.block_until_ready(params)
+        name_map = name_map_for(hf_config["architectures"])
+        params = unflatten(load_params(model.shapes, checkpoint, name_map, hf_config))
     cache_shape = CacheShape(
         num_layers=model_config.num_hidden_layers,
         num_kv_heads=model_config.num_key_value_heads,
@@ -143,15 +143,3 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         memory=memory,
         phases=phases.times,
     )
-
-
-def _load(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    shapes: dict[str, jax.ShapeDtypeStruct],
-    model_class: type,
-    model_config: Any,
-) -> dict[str, jax.Array]:
-    if config.load_format == "dummy":
-        return load_dummy_params(shapes)
-    return load_params(shapes, checkpoint, name_map_for(model_class.__name__), model_config)
