@@ -137,7 +137,7 @@ def _file_sharding(op: Op, sharding: Sharding, ndim: int) -> Sharding:
     """The parameter's sharding for the file layout: each device gets what it will keep."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
     axes = [spec[axis] for axis in op.order or range(ndim)]
     if len(op.widths) > 1:
         axes[op.axis] = None
