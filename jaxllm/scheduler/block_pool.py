@@ -109,9 +109,36 @@ class BlockPool:
             else:
                 self.num_cached += 1
 
-    def count_free(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks are free."""
-        return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
+    def acquire(self, request: Request, *, read_cache: bool, spare: int = 0) -> bool:
+        """Gives a request the blocks for all its tokens, cached ones first.
+
+        Sets its block_ids, num_computed_tokens and num_hashed_blocks. At least one token is left
+        to compute, or there would be no logits.
+
+        Returns:
+            False, with nothing changed, if fewer than `spare` blocks would stay free.
+        """
+        length = len(request.token_ids)
+        hits = self.lookup(request, length - 1) if read_cache else []
+        count = -(-length // self.block_size) - len(hits)
+        num_free_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
+        if len(self._free) - num_free_hits < count + spare:
+            return False
+        self.incref(hits)
+        request.block_ids = hits + self.allocate(count)
+        request.num_hashed_blocks = len(hits)
+        request.num_computed_tokens = len(hits) * self.block_size
+        if read_cache and self.enable_prefix_caching and request.num_preemptions == 0:
+            self.num_queried_tokens += length
+            self.num_hit_tokens += request.num_computed_tokens
+        return True
+
+    def release(self, request: Request) -> None:
+        """Takes all blocks from a request."""
+        self.free(request.block_ids)
+        request.block_ids = []
+        request.num_hashed_blocks = 0
+        request.num_computed_tokens = 0
 
     def shares(self, request: Request) -> bool:
         """Whether the request's blocks may be found by another one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jaxllm.outputs import ScheduledRequest
 from jaxllm.request import Request, RequestStatus
 
 
@@ -54,9 +55,22 @@ class RunningSet:
         self._free_slots.append(request.slot)
         request.slot = -1
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a slot is lost or used twice."""
+    def schedule_chunk(self, request: Request, budget: int, admitted: bool) -> ScheduledRequest:
+        """The next at most `budget` tokens of a prefill, counted as computed from now on."""
+        start = request.num_computed_tokens
+        remaining = len(request.token_ids) - start
+        count = min(remaining, budget)
+        samples = count == remaining
+        request.num_computed_tokens = start + count
+        request.num_inflight += samples
+        index = request.num_output_tokens
+        return ScheduledRequest(request, request.slot, start, count, samples, index, admitted)
+
+    def check_integrity(self, block_size: int) -> None:
+        """Raises AssertionError if a slot is lost or used twice, or a request lacks blocks."""
         slots = sorted(self._free_slots + [request.slot for request in self])
         assert slots == list(range(self._max_num_seqs)), f"slots lost or used twice: {slots}"
         for request in self:
-            assert request.status is RequestStatus.RUNNING, f"{request.request_id} is not running"
+            name, room = request.request_id, len(request.block_ids) * block_size
+            assert request.status is RequestStatus.RUNNING, f"{name} is not running"
+            assert request.num_computed_tokens <= room, f"{name} outgrew its blocks"

@@ -16,6 +16,7 @@ from jaxllm.outputs import (
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.limits import check_prompt, find_stop, resolve_max_tokens
+from jaxllm.scheduler.prompt_logprobs import PromptLogprobs
 from jaxllm.scheduler.running_set import RunningSet
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
@@ -65,12 +66,10 @@ class Scheduler:
             )
         if max_model_len > block_pool.num_tokens:
             logger.warning(
-                "max_model_len is %d tokens but the block cache holds %d (%d blocks of %d): "
-                "longer requests are refused or end there.",
-                max_model_len,
+                "the block cache holds %d tokens, fewer than max_model_len=%d: longer requests "
+                "are refused, or end there.",
                 block_pool.num_tokens,
-                block_pool.num_blocks,
-                block_pool.block_size,
+                max_model_len,
             )
         self.block_pool = block_pool
         self.max_num_seqs = max_num_seqs
@@ -80,10 +79,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSet(max_num_seqs)
-        # Admitting up to the last block would have decoding requests evict the newcomer at once.
+        self._prompt_logprobs = PromptLogprobs()
+        # Filled to the last block, decoding requests would preempt the newcomer at once.
         self._spare_blocks = block_pool.num_blocks // 100
-        # Requests that deliver prompt logprobs, with how many they have delivered.
-        self._prompt_logprobs_sent: dict[Request, int] = {}
         self._num_preemptions = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -102,20 +100,16 @@ class Scheduler:
         check_prompt(request, self.max_model_len, pool)
         request.max_tokens = resolve_max_tokens(request, self.max_model_len, pool)
         self._requests[request.request_id] = request
-        wants_logprobs = request.sampling_params.prompt_logprobs is not None
-        if wants_logprobs:
-            self._prompt_logprobs_sent[request] = 0
-        fills_block = request.num_prompt_tokens > pool.block_size
-        self._waiting.add(request, awaits_siblings=fills_block or wants_logprobs)
+        delivers = self._prompt_logprobs.add(request)
+        shareable = request.num_prompt_tokens > pool.block_size
+        self._waiting.add(request, awaits_siblings=shareable or delivers)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once; False if there is none of that id (it may have ended)."""
         request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self.block_pool.register(request)
-        self._finish(request)
-        return True
+        if request is not None:
+            self._finish(request)
+        return request is not None
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
@@ -128,13 +122,11 @@ class Scheduler:
         preempted = self._schedule_decodes(singles)
         budget = self.max_num_batched_tokens - len(singles)
         # A newcomer would only fight for the blocks that were too few a moment ago.
-        prefills = self._schedule_prefills(budget, admit=not preempted)
-        for scheduled in prefills:
+        for scheduled in self._schedule_prefills(budget, admit=not preempted):
             (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
             # Not earlier: within the step that fills them, blocks must not be found.
             self._after_prefill(scheduled)
-        requests = singles + chunks
-        return SchedulerOutput(requests) if requests else None
+        return SchedulerOutput(singles + chunks) if singles or chunks else None
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Applies what a step gave; returns the news of every request that has any."""
@@ -149,29 +141,11 @@ class Scheduler:
                 self.block_pool.forget(request)
             if request.status is RequestStatus.FINISHED:
                 continue  # surplus: it ended while this step was under way
-            if token == NON_FINITE:
-                self._finish(request)
-                outputs.append(
-                    EngineOutput(
-                        request.request_id, finish_reason="error", error=self._non_finite_error
-                    )
-                )
-                continue
-            prompt_logprobs = None
-            if result.prompt_logprobs and request in self._prompt_logprobs_sent:
-                prompt_logprobs = self._new_prompt_logprobs(scheduled, result)
-            if token != NO_TOKEN:
-                outputs.append(self._append(request, token, logprobs, prompt_logprobs))
-            elif scheduled.samples:
+            if token == NO_TOKEN and scheduled.samples:
                 raise RuntimeError(f"the runner gave no token for request {request.request_id}.")
-            elif prompt_logprobs:
-                outputs.append(
-                    EngineOutput(
-                        request.request_id,
-                        prompt_logprobs=prompt_logprobs,
-                        num_cached_tokens=request.num_cached_tokens,
-                    )
-                )
+            prompt_logprobs = self._prompt_logprobs.take(scheduled, result)
+            if scheduled.samples or prompt_logprobs or token == NON_FINITE:
+                outputs.append(self._apply(request, token, logprobs, prompt_logprobs))
         self._num_steps += 1
         self._last_step_time = time.monotonic()
         return outputs
@@ -196,16 +170,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, queues and blocks agree with the live requests."""
-        waiting = list(self._waiting)
-        live = sorted(request.request_id for request in [*self._running, *waiting])
-        assert live == sorted(self._requests), f"queues hold {live}, not {sorted(self._requests)}"
-        for request in waiting:
-            assert request.slot == -1, f"{request.request_id} waits but has a slot"
-            assert not request.block_ids, f"{request.request_id} waits but has blocks"
-        for request in self._running:
-            room = len(request.block_ids) * self.block_pool.block_size
-            assert request.num_computed_tokens <= room, f"{request.request_id} outgrew its blocks"
-        self._running.check_integrity()
+        queued = [request.request_id for request in (*self._running, *self._waiting)]
+        assert sorted(queued) == sorted(self._requests), f"{queued} are not {[*self._requests]}"
+        self._running.check_integrity(self.block_pool.block_size)
+        self._waiting.check_integrity()
         self.block_pool.check_integrity(self._requests.values())
 
     def _schedule_decodes(self, singles: list[ScheduledRequest]) -> bool:
@@ -231,9 +199,8 @@ class Scheduler:
                 request.block_ids += self.block_pool.allocate(1)
             request.num_computed_tokens = start + 1
             request.num_inflight += 1
-            singles.append(
-                ScheduledRequest(request, request.slot, start, 1, True, output_index, False)
-            )
+            slot = request.slot
+            singles.append(ScheduledRequest(request, slot, start, 1, True, output_index, False))
         return preempted
 
     def _schedule_prefills(self, budget: int, *, admit: bool) -> list[ScheduledRequest]:
@@ -248,24 +215,9 @@ class Scheduler:
                 request, admitted = newcomer, True
             else:
                 break
-            start = request.num_computed_tokens
-            remaining = len(request.token_ids) - start
-            count = min(remaining, budget)
-            samples = count == remaining
-            request.num_computed_tokens += count
-            request.num_inflight += samples
-            budget -= count
-            scheduled.append(
-                ScheduledRequest(
-                    request,
-                    request.slot,
-                    start,
-                    count,
-                    samples,
-                    request.num_output_tokens,
-                    admitted,
-                )
-            )
+            chunk = self._running.schedule_chunk(request, budget, admitted)
+            budget -= chunk.num_new_tokens
+            scheduled.append(chunk)
         return scheduled
 
     def _after_prefill(self, scheduled: ScheduledRequest) -> None:
@@ -274,7 +226,7 @@ class Scheduler:
         if scheduled.samples:
             self._running.start_decoding(request)
             for follower in self._waiting.release(request):
-                self._prompt_logprobs_sent.pop(follower, None)
+                self._prompt_logprobs.drop(follower)
 
     def _admit(self) -> Request | None:
         """The oldest waiting request, now with a slot and blocks for all its tokens, if it fits."""
@@ -282,28 +234,15 @@ class Scheduler:
         # A preempted request's tokens in flight must come back before it can be computed anew.
         if request is None or self._running.full or request.num_inflight:
             return None
-        pool = self.block_pool
-        length = len(request.token_ids)
-        sent = self._prompt_logprobs_sent.get(request)
         # Prompt logprobs come from computing: a cached position has none.
-        reads_cache = sent is None or sent >= len(request.prompt_token_ids) - 1
-        # One token must be left to compute, or there would be no logits.
-        hits = pool.lookup(request, length - 1) if reads_cache else []
-        count = -(-length // pool.block_size) - len(hits)
+        read = not self._prompt_logprobs.pending(request)
         spare = self._spare_blocks if len(self._running) else 0
-        if pool.num_free - pool.count_free(hits) < count + spare:
+        if not self.block_pool.acquire(request, read_cache=read, spare=spare):
             return None
         self._waiting.pop()
-        pool.incref(hits)
-        request.block_ids = hits + pool.allocate(count)
-        request.num_hashed_blocks = len(hits)
-        request.num_computed_tokens = len(hits) * pool.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self._num_prompt_tokens += length
-            if reads_cache and pool.enable_prefix_caching:
-                pool.num_queried_tokens += length
-                pool.num_hit_tokens += request.num_computed_tokens
+            self._num_prompt_tokens += request.num_prompt_tokens
         self._running.add(request)
         return request
 
@@ -311,58 +250,51 @@ class Scheduler:
         """Takes blocks and slot from the request admitted last; it is computed anew later."""
         request = self._running.last
         self.block_pool.register(request)
-        self._take_away(request)
+        self._running.remove(request)
+        self.block_pool.release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        request.num_computed_tokens = 0
         self._num_preemptions += 1
         self._waiting.put_back(request)
 
-    def _take_away(self, request: Request) -> None:
-        self._running.remove(request)
-        self.block_pool.free(request.block_ids)
-        request.block_ids = []
-        request.num_hashed_blocks = 0
-
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, *, reusable: bool = True) -> None:
+        """Takes all from a request; `reusable`: others may find what it computed."""
         running = request.slot >= 0
         if running:
-            self._take_away(request)
+            if reusable:
+                self.block_pool.register(request)
+            self._running.remove(request)
+            self.block_pool.release(request)
         request.status = RequestStatus.FINISHED
         self._waiting.leave(request, queued=not running)
-        self._prompt_logprobs_sent.pop(request, None)
+        self._prompt_logprobs.drop(request)
         del self._requests[request.request_id]
 
-    def _append(
+    def _apply(
         self,
         request: Request,
         token: int,
         logprobs: TokenLogprobs | None,
         prompt_logprobs: list[TokenLogprobs] | None,
     ) -> EngineOutput:
-        request.token_ids.append(token)
-        self._num_generation_tokens += 1
-        finish_reason, stop_reason = find_stop(request)
+        finish_reason = stop_reason = error = None
+        new_token_ids = []
+        if token == NON_FINITE:
+            finish_reason, error = "error", self._non_finite_error
+        elif token != NO_TOKEN:
+            new_token_ids = [token]
+            request.token_ids.append(token)
+            self._num_generation_tokens += 1
+            finish_reason, stop_reason = find_stop(request)
         if finish_reason is not None:
-            self.block_pool.register(request)
-            self._finish(request)
+            self._finish(request, reusable=error is None)
         return EngineOutput(
             request.request_id,
-            [token],
+            new_token_ids,
             [] if logprobs is None else [logprobs],
             prompt_logprobs,
             finish_reason,
             stop_reason,
             request.num_cached_tokens,
+            error,
         )
-
-    def _new_prompt_logprobs(
-        self, scheduled: ScheduledRequest, result: ModelRunnerOutput
-    ) -> list[TokenLogprobs] | None:
-        """What the step gave beyond what was delivered before a preemption."""
-        request = scheduled.request
-        entries = result.prompt_logprobs.get(request.request_id, [])
-        sent = self._prompt_logprobs_sent[request]
-        fresh = entries[max(0, sent + 1 - max(1, scheduled.start)) :]
-        self._prompt_logprobs_sent[request] = sent + len(fresh)
-        return fresh or None

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from jaxllm.request import Request
+from jaxllm.request import Request, RequestStatus
 
 
 @dataclass(slots=True)
@@ -94,3 +94,15 @@ class WaitingQueue:
         yield from self._queue
         for group in self._groups.values():
             yield from group.followers
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a waiting request has a slot or blocks, or is out of order."""
+        arrivals = [request.arrival_index for request in self._queue]
+        assert arrivals == sorted(arrivals), f"not first come, first served: {arrivals}"
+        for request in self:
+            waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert waits, f"{request.request_id} waits, but is {request.status}"
+            assert request.slot == -1, f"{request.request_id} waits but has a slot"
+            assert not request.block_ids, f"{request.request_id} waits but has blocks"
+        count = sum(len(group.followers) for group in self._groups.values())
+        assert count == self._num_followers, f"{count} siblings, not {self._num_followers}"
