@@ -1,0 +1,111 @@
+"""Self-attention over the paged cache: the only caller of the attention and cache kernels."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.models.batch import AttentionMetadata
+from jaxllm.models.layers.linear import Linear
+from jaxllm.models.layers.norm import RMSNorm
+from jaxllm.models.layers.rope import Rotation, rotate
+from jaxllm.pallas_kernels.kv_write.api import write_kv
+from jaxllm.pallas_kernels.paged_attention.api import decode_attention, ragged_attention
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
+
+    qkv_proj holds, for each kv head, its query heads, then its key, then its value, so that a
+    device of a tensor-parallel mesh has whole groups.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: jnp.dtype,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        """Args: qk_norm_eps: if given, queries and keys are normalized by head before rotation."""
+        group = num_heads // num_kv_heads
+        self.group = group
+        self.scale = head_dim**-0.5
+        self.sliding_window = sliding_window
+        self.qkv_proj = Linear(
+            (hidden_size,),
+            (num_kv_heads, group + 2, head_dim),
+            dtype=dtype,
+            sharding=(None, "tp", None, None),
+            bias=qkv_bias,
+        )
+        self.o_proj = Linear(
+            (num_kv_heads, group, head_dim),
+            (hidden_size,),
+            dtype=dtype,
+            sharding=("tp", None, None, None),
+            bias=output_bias,
+        )
+        eps = qk_norm_eps
+        self.q_norm = None if eps is None else RMSNorm(head_dim, eps, dtype=dtype)
+        self.k_norm = None if eps is None else RMSNorm(head_dim, eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: Rotation,
+        kv: Float[Array, "PS 2 K H"],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "PS 2 K H"]]:
+        """The block's output, and the cache with this step's keys and values written."""
+        tokens, kv_heads, head_dim = x.shape[0], kv.shape[2], kv.shape[3]
+        with jax.named_scope("qkv"):
+            qkv = self.qkv_proj(x)
+            q, k, v = qkv[:, :, : self.group], qkv[:, :, self.group], qkv[:, :, self.group + 1]
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("rope"):
+            q, k = rotate(q, rope), rotate(k, rope)
+        with jax.named_scope("kv_write"):
+            kv = write_kv(kv, k, v, metadata.slot_mapping)
+        with jax.named_scope("attention"):
+            q = q.reshape(tokens, kv_heads * self.group, head_dim)
+            out = self._attend(q, kv, metadata)
+        with jax.named_scope("output"):
+            out = self.o_proj(out.reshape(tokens, kv_heads, self.group, head_dim))
+        return out, kv
+
+    def _attend(
+        self,
+        q: Float[Array, "T N H"],
+        kv: Float[Array, "PS 2 K H"],
+        metadata: AttentionMetadata,
+    ) -> Float[Array, "T N H"]:
+        if metadata.decode_only:
+            return decode_attention(
+                q,
+                kv,
+                metadata.block_tables,
+                metadata.seq_lens,
+                block_size=metadata.block_size,
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                backend=metadata.backend,
+            )
+        return ragged_attention(
+            q,
+            kv,
+            metadata.block_tables,
+            metadata.seq_lens,
+            metadata.query_start,
+            block_size=metadata.block_size,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            backend=metadata.backend,
+        )
