@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_NOWHERE = 2**31 - 1
+
 
 def write_kv(
     kv: Float[Array, "PS 2 K H"],
@@ -19,4 +21,9 @@ def write_kv(
             are dropped. None may be negative: a negative index would count from the end.
     """
     rows = jnp.stack([k, v], axis=1).astype(kv.dtype)
+    if len(slot_mapping) == 1:
+        # XLA turns a scatter of one row into a dynamic-update-slice, fuses that with whatever
+        # reads the cache, and copies all of it. A second row, which is dropped, prevents it.
+        rows = jnp.concatenate([rows, rows])
+        slot_mapping = jnp.concatenate([slot_mapping, jnp.full_like(slot_mapping, _NOWHERE)])
     return kv.at[slot_mapping].set(rows, mode="drop", unique_indices=True)

@@ -1,8 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxllm.pallas_kernels.kv_write.api import write_kv
+from jaxllm.pallas_kernels.paged_attention.api import decode_attention
 
 
 def _new_rows(tokens: int, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -49,3 +51,23 @@ def test_a_donated_cache_is_written_in_place() -> None:
     assert memory.alias_size_in_bytes == kv.nbytes
     assert memory.temp_size_in_bytes < kv.nbytes // 100
     assert " copy(" not in compiled.as_text().replace("copy(s32", "")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_writing_then_attending_copies_no_cache(tokens: int) -> None:
+    def step(kv, q, k, slots, tables, seq_lens):
+        kv = write_kv(kv, k, k, slots)
+        return kv, decode_attention(q, kv, tables, seq_lens, block_size=16, scale=0.1)
+
+    kv = jnp.zeros((4096, 2, 2, 64))
+    args = (
+        jnp.zeros((tokens, 4, 64)),
+        jnp.zeros((tokens, 2, 64)),
+        jnp.arange(tokens, dtype=jnp.int32),
+        jnp.zeros((tokens, 16), jnp.int32),
+        jnp.full(tokens, 60, jnp.int32),
+    )
+    memory = jax.jit(step, donate_argnums=0).lower(kv, *args).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == kv.nbytes
+    assert memory.temp_size_in_bytes < kv.nbytes // 2
