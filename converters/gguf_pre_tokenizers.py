@@ -6,6 +6,7 @@ that is only a little worse, which nobody notices.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
@@ -40,11 +41,13 @@ class PreTokenizer:
     ignore_merges: bool = False
     add_bos: bool = False
 
-    def normalizer(self) -> normalizers.Normalizer | None:
+    def normalizer(self) -> Any:
+        """A tokenizers Normalizer, or None."""
         return normalizers.NFC() if self.nfc else None
 
-    def build(self) -> pre_tokenizers.PreTokenizer:
-        steps: list[pre_tokenizers.PreTokenizer] = [
+    def build(self) -> Any:
+        """The tokenizers PreTokenizer."""
+        steps: list[Any] = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.splits
         ]
         if self.digits:
