@@ -103,12 +103,13 @@ class AsyncEngine:
         self.vocab_size = ready.vocab_size
         self.generation_config = ready.generation_config
         self.last_stats = ready.stats
+        eos = frozenset() if tokenizer is None else frozenset(tokenizer.eos_token_ids)
         processor = OutputProcessor(
             tokenizer,
             max_model_len=self.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.config.max_logprobs,
-            eos_token_ids=ready.eos_token_ids,
+            eos_token_ids=eos.union(ready.eos_token_ids),
         )
         self._streams = StreamTable(processor, self.observer)
         self._watching = self._loop.create_task(self._watchdog.run())
@@ -140,6 +141,11 @@ class AsyncEngine:
     def pid(self) -> int | None:
         """Of the engine process."""
         return self._process.pid
+
+    @property
+    def opened(self) -> bool:
+        """Whether `open` has been called: it once took requests."""
+        return self._streams is not None
 
     @property
     def max_model_len(self) -> int:
@@ -176,7 +182,7 @@ class AsyncEngine:
     def _submit(self, requests: tuple[GenerationInput, ...]) -> Stream:
         stream, messages = self._check_running().submit(requests)
         for message in messages:
-            self._process.send(message)
+            self._process.send_encoded(message)
         self._watchdog.owe()
         return stream
 

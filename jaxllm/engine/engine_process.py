@@ -237,9 +237,12 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         """Queues `message`; it is lost if the process is not there (yet, or any more)."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
         if not self.closed:
             with contextlib.suppress(zmq.Again):
-                self.to_engine.send(encode(message), zmq.NOBLOCK)
+                self.to_engine.send(message, zmq.NOBLOCK)
 
     def receive(self) -> list[ToFront]:
         """All messages that have arrived."""

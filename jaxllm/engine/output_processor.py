@@ -193,7 +193,6 @@ class OutputProcessor:
         return result
 
     def _take(self, state: _RequestState, completion: _Completion, output: EngineOutput) -> None:
-        params = state.request.sampling_params
         if completion.index == 0:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             self._take_prompt_logprobs(state, output.prompt_logprobs)
@@ -202,11 +201,10 @@ class OutputProcessor:
         for i, token_id in enumerate(output.new_token_ids):
             logprobs = output.new_logprobs[i] if output.new_logprobs else None
             completion.add_token(token_id, self._logprobs_dict(logprobs))
-            # The token that ended it (eos, a stop id) is no part of the text.
-            silent = i == last and output.finish_reason == "stop"
-            if detokenizer is None or (silent and not params.include_stop_str_in_output):
+            if detokenizer is None:
                 continue
-            text, stop = detokenizer.push([token_id])
+            ends = i == last and output.finish_reason == "stop"
+            text, stop = detokenizer.push([token_id], ends_with_stop_token=ends)
             completion.output.text += text
             if stop is not None:
                 completion.finish("stop", stop)  # tokens behind the stop are dropped
@@ -240,7 +238,7 @@ class OutputProcessor:
             return None
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            piece = self.tokenizer.token_text(token_id)
             self._pieces[token_id] = piece  # at most one entry a vocabulary id
         return piece
 

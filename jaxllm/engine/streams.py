@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxllm.engine.errors import EngineError
 from jaxllm.engine.inputs import GenerationInput
-from jaxllm.engine.messages import AddRequest
+from jaxllm.engine.messages import AddRequest, encode
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.request_times import Observer, RequestTimes
 from jaxllm.outputs import EngineOutput, RequestOutput
@@ -41,19 +41,23 @@ class StreamTable:
     def num_unfinished(self) -> int:
         return self.processor.num_unfinished
 
-    def submit(self, requests: Iterable[GenerationInput]) -> tuple[Stream, list[AddRequest]]:
-        """A stream for `requests` and the messages that start them; ValueError: none is kept."""
+    def submit(self, requests: Iterable[GenerationInput]) -> tuple[Stream, list[bytes]]:
+        """A stream for `requests` and the encoded messages that start them.
+
+        Raises:
+            ValueError: a request cannot be served; none of them is kept.
+        """
         stream = Stream()
-        messages: list[AddRequest] = []
+        messages: list[bytes] = []
         try:
             for request in requests:
                 sequences = self.processor.add(request)
                 stream.running.add(request.request_id)
                 self._streams[request.request_id] = stream
-                messages.append(AddRequest.of(sequences))
+                messages.append(encode(AddRequest.of(sequences)))
                 for sequence in sequences:
                     self._times[sequence.request_id] = RequestTimes.of(sequence)
-        except ValueError:
+        except Exception:
             self.forget(stream)
             raise
         return stream, messages

@@ -1,0 +1,152 @@
+"""Command line flags, made from the fields of the config classes."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from jaxllm.config import EngineConfig
+from jaxllm.serve.options import ServeConfig
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+# Flags of older vLLM scripts: how many values they take, and what became of them.
+IGNORED_FLAGS = {
+    "--disable-async-output-proc": (0, "output is always processed beside the steps"),
+    "--disable-frontend-multiprocessing": (0, "the engine always has its own process"),
+    "--disable-log-requests": (0, "requests are not logged"),
+    "--disable-log-stats": (0, "statistics are at /metrics only"),
+    "--enable-chunked-prefill": (0, "prefill is always chunked"),
+    "--max-seq-len-to-capture": (1, "there are no CUDA graphs"),
+    "--num-lookahead-slots": (1, "there is no such setting"),
+    "--preemption-mode": (1, "preempted requests are recomputed"),
+    "--swap-space": (1, "preempted requests are recomputed, not swapped"),
+    "--use-v2-block-manager": (0, "there is one block pool only"),
+}
+
+
+def human_int(text: str) -> int:
+    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g, G."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", text.strip())
+    value = float(match[1]) * _UNITS.get(match[2], 1) if match else 0.5
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 8192, 8k or 8K")
+    return int(value)
+
+
+class _Ignored(argparse.Action):
+    """Notes that a flag without a meaning was given; the caller logs it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.ignored = [*(getattr(namespace, "ignored", None) or []), option_string]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Accepts --a_b for --a-b, and names the nearest flag for one that it does not know."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        arguments = [_dashes(a) for a in (sys.argv[1:] if argv is None else argv)]
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            self._refuse(unknown[0])
+        return namespace
+
+    def _refuse(self, argument: str) -> NoReturn:
+        if not argument.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        flag = argument.partition("=")[0]
+        known = [o for o in self._option_string_actions if o not in IGNORED_FLAGS]
+        near = difflib.get_close_matches(flag, known, n=3, cutoff=0.6)
+        self.error(f"unknown flag {flag}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+
+
+def _dashes(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def add_flags(parser: argparse._ActionsContainer, config: type) -> None:
+    """A flag for each field of a config dataclass; a field named model is positional as well."""
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        help_text = field.metadata["help"].replace("%", "%%")
+        if field.default not in (None, False, ""):
+            help_text += f" (default: {field.default})"
+        kwargs = {"default": argparse.SUPPRESS, "help": help_text, "dest": field.name}
+        kwargs |= _kwargs(field.name, hints[field.name])
+        parser.add_argument("--" + field.name.replace("_", "-"), **kwargs)
+
+
+def _kwargs(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse is to read a field of this type."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(t for t in get_args(hint) if t is not NoneType)
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is tuple:
+        several = name == "served_model_name"
+        extend = {"action": "extend", "nargs": "+", "metavar": "NAME"}
+        return extend if several else {"action": "append", "metavar": "VALUE"}
+    metavar = {int: "N", float: "X", str: "TEXT"}[hint]
+    return {"type": human_int if hint is int else hint, "metavar": metavar}
+
+
+def make_config[C](config: type[C], namespace: argparse.Namespace) -> C:
+    """The config that the flags describe; fields not given keep their defaults.
+
+    Raises:
+        ValueError: a value is out of range; the message names the flag.
+    """
+    names = {field.name for field in dataclasses.fields(config)}  # pyright: ignore
+    given = {k: v for k, v in vars(namespace).items() if k in names}
+    return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="python -m jaxllm.serve",
+        usage="python -m jaxllm.serve [MODEL] [flags]   (--help lists the flags)",
+        description="Serves a model over an OpenAI-compatible HTTP API.",
+    )
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="same as --model (default: demo)"
+    )
+    add_flags(parser.add_argument_group("server"), ServeConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    for flag, (count, _) in IGNORED_FLAGS.items():
+        parser.add_argument(
+            flag, action=_Ignored, nargs=count, dest="ignored", help=argparse.SUPPRESS
+        )
+    return parser
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+) -> tuple[EngineConfig, ServeConfig, list[str]]:
+    """Both configs and warnings to be logged; leaves with exit code 2 for a bad flag."""
+    parser = make_parser()
+    namespace = parser.parse(argv)
+    if namespace.positional_model is not None:
+        if "model" in namespace and namespace.model != namespace.positional_model:
+            parser.error(
+                f"the model is given twice: {namespace.positional_model} and --model "
+                f"{namespace.model}"
+            )
+        namespace.model = namespace.positional_model
+    try:
+        engine, serve = make_config(EngineConfig, namespace), make_config(ServeConfig, namespace)
+    except ValueError as error:
+        parser.error(str(error))
+    ignored = getattr(namespace, "ignored", None) or []
+    return engine, serve, [f"{flag} has no effect: {IGNORED_FLAGS[flag][1]}." for flag in ignored]

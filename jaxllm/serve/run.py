@@ -1,0 +1,165 @@
+"""Starts the HTTP server and the engine, and ends both, whatever happens."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.async_engine import AsyncEngine
+from jaxllm.engine.engine_process import LOG_DATE_FORMAT, LOG_FORMAT
+from jaxllm.engine.errors import EngineStartError
+from jaxllm.engine.tokenizer import Tokenizer
+from jaxllm.serve.app import make_app
+from jaxllm.serve.args import parse_args
+from jaxllm.serve.listen import ListenError, open_socket, shown_url
+from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.options import ServeConfig
+from jaxllm.serve.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+DEATH_LINGER_S = 2.0
+"""How long a server without an engine still answers (503 at /health) before it exits."""
+CLOSE_CONNECTIONS_S = 2
+TOKENIZER_GRACE_S = 15.0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, that ends running requests by itself when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self.engine = engine
+        self.drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
+        self._stopping: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._captured_signals.clear()  # we end by returning, not by the signal
+        if self._stopping is not None:  # asked twice: at once
+            self.force_exit = self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_stop)
+
+    def _begin_stop(self) -> None:
+        if self._stopping is None:
+            logger.info("Shutting down")
+            self._stopping = self._loop.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        end = self._loop.time() + self.drain_s
+        while self.engine.num_unfinished and self._loop.time() < end:
+            await asyncio.sleep(0.05)
+        self.engine.stop()
+        self.should_exit = True
+
+
+async def serve(config: EngineConfig, serve_config: ServeConfig, sock: socket.socket) -> int:
+    """Serves until a signal or the engine's end; returns the exit code."""
+    names = config.served_model_name or (config.model,)
+    metrics = Metrics(names[0])
+    engine = AsyncEngine(config, stall_after_s=serve_config.stall_timeout, observer=metrics)
+    state = ServerState(engine, serve_config, metrics, names)
+    server = Server(_uvicorn_config(state), engine, serve_config.shutdown_timeout)
+    start = asyncio.create_task(_start(state, shown_url(sock), server))
+    watch = asyncio.create_task(_watch_death(engine, server))
+    try:
+        await server.serve(sockets=[sock])
+        if start.done():
+            start.result()
+        return 1 if engine.died.is_set() else 0
+    except (EngineStartError, ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    finally:
+        start.cancel()
+        watch.cancel()
+        await engine.close()
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    options = state.serve_config
+    return uvicorn.Config(
+        make_app(state),
+        log_config=None,
+        log_level=options.uvicorn_log_level,
+        access_log=not options.disable_uvicorn_access_log,
+        timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+        lifespan="off",
+        server_header=False,
+    )
+
+
+async def _start(state: ServerState, url: str, server: Server) -> None:
+    """Brings the engine up behind the HTTP server, which answers 503 meanwhile."""
+    try:
+        tokenizer = await _load(state.engine)
+        state.engine.open(tokenizer)
+        logger.info("%s", state.take_defaults())
+        logger.info("Ready: %s at %s", ", ".join(state.names), url)
+    except BaseException:
+        server.should_exit = True
+        raise
+
+
+async def _load(engine: AsyncEngine) -> Tokenizer | None:
+    """The tokenizer, loaded while the engine warms up."""
+    config = engine.config
+    if config.skip_tokenizer_init:
+        await engine.wait_ready()
+        return None
+    load = asyncio.create_task(
+        asyncio.to_thread(
+            Tokenizer.load,
+            config.tokenizer or config.model,
+            revision=config.revision,
+            chat_template=config.chat_template,
+        )
+    )
+    ready = asyncio.create_task(engine.wait_ready())
+    await asyncio.wait((load, ready), return_when=asyncio.FIRST_EXCEPTION)
+    if load.done() and load.exception() is not None and not ready.done():
+        # What ails the tokenizer may ail the model, and the engine says it better.
+        await asyncio.wait((ready,), timeout=TOKENIZER_GRACE_S)
+    if ready.done():
+        await ready
+    return await load
+
+
+async def _watch_death(engine: AsyncEngine, server: Server) -> None:
+    await engine.died.wait()
+    if engine.opened:
+        logger.error("%s", engine.error)
+        await asyncio.sleep(DEATH_LINGER_S)
+        server.should_exit = True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m jaxllm.serve`; returns the exit code."""
+    config, serve_config, warnings = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATE_FORMAT)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    try:
+        sock = open_socket(serve_config)
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    # Taken over by the server once it runs; until then, and after, a signal just ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
+    with sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve(config, serve_config, sock))
+
+
+def _loop_factory():
+    try:
+        import uvloop
+    except ImportError:  # not made for this platform
+        return None
+    return uvloop.new_event_loop
