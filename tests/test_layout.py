@@ -1,6 +1,7 @@
 """The house: links, floors and what each room may import. See docs/layout.md."""
 
 import ast
+import importlib
 import os
 import shutil
 import stat
@@ -10,6 +11,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from jaxllm.converters.architectures import NAME_MAPS
+from jaxllm.models.registry import resolve, supported_architectures
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("models", "pallas_kernels", "converters")
@@ -33,7 +37,6 @@ NNX_IN_WEIGHTS = (
         "update",
     }
 )
-NOT_ARCHITECTURES = {"__init__", "base", "batch", "registry"}
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -160,16 +163,23 @@ def test_every_module_imports_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_model_has_a_name_map():
-    models = {path.stem for path in (ROOT / "models").glob("*.py")} - NOT_ARCHITECTURES
-    without = [
-        name
-        for name in models
-        if not (ROOT / "converters" / f"{name}.py").exists()
-        or "NAME_MAP" not in (ROOT / "converters" / f"{name}.py").read_text()
-    ]
-    assert models
-    assert not without
+def architecture_files() -> dict[str, str]:
+    """Class name …ForCausalLM -> the stem of the file in models/ that defines it."""
+    return {
+        node.name: path.stem
+        for path in (ROOT / "models").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("ForCausalLM")
+    }
+
+
+def test_every_model_is_registered_and_has_a_name_map_of_its_own():
+    files = architecture_files()
+    assert set(files) == set(supported_architectures()) == set(NAME_MAPS)
+    for architecture, stem in files.items():
+        data = importlib.import_module(f"jaxllm.converters.{stem}")
+        assert NAME_MAPS[architecture] is data.NAME_MAP
+        assert resolve([architecture]).__module__ == f"jaxllm.models.{stem}"
 
 
 def test_nnx_is_used_to_declare_only():

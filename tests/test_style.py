@@ -1,6 +1,7 @@
 """Budgets and habits that hold for every file. Exceptions are named here, with their reason."""
 
 import ast
+import functools
 import re
 import subprocess
 import tomllib
@@ -18,11 +19,22 @@ MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 10
 
 # "file" or "file: function" -> why it may exceed a budget. Kernel bodies and pure tables only.
-EXEMPT: dict[str, str] = {}
+BODY = "a kernel body: splitting it would hide what the device does"
+SIGNATURE = "the operation's signature, alike in every implementation, and tile sizes"
+EXEMPT = {
+    "pallas_kernels/paged_attention/mosaic_gpu.py: ragged_attention": SIGNATURE,
+    "pallas_kernels/paged_attention/mosaic_ragged.py": BODY,
+    "pallas_kernels/paged_attention/mosaic_ragged.py: _compute": BODY,
+    "pallas_kernels/paged_attention/mosaic_ragged.py: _kernel": BODY,
+    "pallas_kernels/paged_attention/mosaic_ragged.py: one_item": BODY,
+    "pallas_kernels/paged_attention/triton_decode.py: _decode_kernel": BODY,
+    "pallas_kernels/paged_attention/triton_decode.py: decode_attention": SIGNATURE,
+    "pallas_kernels/paged_attention/triton_ragged.py: ragged_attention": SIGNATURE,
+}
 
 # Declared, yet imported by no file of ours.
 IMPORTED_BY_OTHERS = {
-    "jaxlib": "jax's own binary",
+    "httptools": "uvicorn's parser",
 }
 # Settings of the libraries we run on, which are theirs to define.
 FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "TOKENIZERS_", "CUDA_", "NVIDIA_")
@@ -45,6 +57,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
+@functools.cache
 def over_budget() -> dict[str, str]:
     """Everything over a budget, as EXEMPT names it -> what it measures."""
     over = {}
@@ -65,7 +78,8 @@ def over_budget() -> dict[str, str]:
 
 
 def test_files_and_functions_keep_their_budgets():
-    assert {k: v for k, v in over_budget().items() if k not in EXEMPT} == {}
+    over = [f"{name}: {size}" for name, size in over_budget().items() if name not in EXEMPT]
+    assert not over, "\n".join(["over budget:", *over])
 
 
 def test_no_exemption_is_left_over():
