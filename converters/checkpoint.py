@@ -84,19 +84,19 @@ def open_checkpoint(
         CheckpointError: nothing there, or not whole; the message names the file.
     """
     path = locate(model, revision=revision, weights=load_format != "dummy")
-    gguf = _gguf_file(path, load_format)
+    gguf = _gguf_of(path, load_format)
     if gguf is None:
         if load_format == "dummy":
             return DummyCheckpoint(path, read_config(path), read_generation_config(path))
         return SafetensorsFolder(path)
     if load_format == "safetensors":
-        raise CheckpointError(f"--load-format safetensors, but {gguf} is a GGUF file.")
+        raise CheckpointError(f"--load-format safetensors, but {gguf} is GGUF.")
     # Imported here, since the other formats need no gguf package.
     from jaxllm.converters.gguf_checkpoint import open_gguf
 
     checkpoint = open_gguf(gguf)
     if load_format == "dummy":
-        return DummyCheckpoint(gguf, checkpoint.config, checkpoint.generation_config)
+        return DummyCheckpoint(checkpoint.path, checkpoint.config, checkpoint.generation_config)
     return checkpoint
 
 
@@ -123,8 +123,8 @@ def demo_path() -> Path:
     raise CheckpointError(f"the demo model is not installed: run `{DEMO_INSTALL}`.")
 
 
-def _gguf_file(path: Path, load_format: str) -> Path | None:
-    """The GGUF file that `path` is or holds; None if it is a folder in Hugging Face form."""
+def _gguf_of(path: Path, load_format: str) -> Path | None:
+    """The GGUF file, or the folder of one, that `path` is; None for a folder in HF form."""
     if path.is_file():
         with path.open("rb") as file:
             magic = file.read(4)
@@ -136,12 +136,8 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
     has_config = (path / "config.json").is_file()
     if has_config and load_format != "gguf":
         return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if files:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{path} holds several GGUF files, name one of them: {names}.")
+    if any(path.glob("*.gguf")):
+        return path
     if has_config:
         raise CheckpointError(f"--load-format gguf, but {path} holds no .gguf file.")
     raise CheckpointError(_no_config(path))

@@ -1,6 +1,7 @@
 """Checkpoints from the Hugging Face hub, through huggingface_hub and its cache."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.converters.errors import CheckpointError
@@ -39,21 +40,23 @@ def download(model: str, *, revision: str | None = None, weights: bool = True) -
     return _snapshot(model, revision, files) if files else folder
 
 
-def _snapshot(model: str, revision: str | None, patterns: tuple[str, ...] | list[str]) -> Path:
+def _snapshot(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     # Imported here: it takes half a second, which local models need not wait for.
-    import huggingface_hub
-    from huggingface_hub import errors
+    import httpx
+    from huggingface_hub import constants, errors
 
     where = f"{model!r} (revision {revision!r})" if revision else repr(model)
+    nowhere = f"no model {where}: there is no such local folder,"
+    offline = constants.HF_HUB_OFFLINE
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_SUBFOLDERS),
-            )
-        )
+        try:
+            return _fetch(model, revision, patterns, local_files_only=offline)
+        except httpx.TransportError as error:
+            unreachable = error
+        try:
+            return _fetch(model, revision, patterns, local_files_only=True)
+        except errors.LocalEntryNotFoundError as error:
+            raise error from unreachable
     except errors.GatedRepoError as error:
         raise CheckpointError(
             f"hub model {where} is gated: accept its terms on its page, then set HF_TOKEN."
@@ -62,22 +65,34 @@ def _snapshot(model: str, revision: str | None, patterns: tuple[str, ...] | list
         raise CheckpointError(f"hub model {model!r} has no revision {revision!r}.") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"no model {where}: there is no such local folder, and none on the hub that the "
-            f"current HF_TOKEN may read."
+            f"{nowhere} and none on the hub that the current HF_TOKEN may read."
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            raise CheckpointError(
-                f"no model {where}: there is no such local folder, and it is not in the hub's "
-                f"cache ({huggingface_hub.constants.HF_HUB_CACHE}); HF_HUB_OFFLINE is set, "
-                f"unset it to download."
-            ) from error
+        part = "only in part" if isinstance(error, errors.IncompleteSnapshotError) else "not"
+        cause = "HF_HUB_OFFLINE is set, unset it to download"
+        if not offline:
+            cause = f"the hub cannot be reached ({_cause(error)})"
         raise CheckpointError(
-            f"no model {where}: there is no such local folder, it is not in the hub's cache, and "
-            f"the hub cannot be reached ({_cause(error)})."
+            f"{nowhere} it is {part} in the hub's cache ({constants.HF_HUB_CACHE}), and {cause}."
         ) from error
-    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+    except (errors.HFValidationError, httpx.HTTPError, OSError) as error:
         raise CheckpointError(f"cannot download {where} from the hub: {_cause(error)}.") from error
+
+
+def _fetch(
+    model: str, revision: str | None, patterns: Sequence[str], *, local_files_only: bool
+) -> Path:
+    import huggingface_hub
+
+    return Path(
+        huggingface_hub.snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_SUBFOLDERS),
+            local_files_only=local_files_only,
+        )
+    )
 
 
 def _cause(error: BaseException) -> str:

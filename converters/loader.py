@@ -137,7 +137,7 @@ def _file_sharding(op: Op, sharding: Sharding, ndim: int) -> Sharding:
     """The parameter's sharding for the file layout: each device gets what it will keep."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
+    spec: list[Any] = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     axes = [spec[axis] for axis in op.order or range(ndim)]
     if len(op.widths) > 1:
         axes[op.axis] = None
@@ -146,7 +146,7 @@ def _file_sharding(op: Op, sharding: Sharding, ndim: int) -> Sharding:
 
 def _program(op: Op, dtype: Any, sharding: Sharding) -> Callable[..., jax.Array]:
     def arrange(*slabs: jax.Array) -> jax.Array:
-        whole = jnp.concatenate(slabs, op.axis) if len(slabs) > 1 else slabs[0]
+        whole = slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, op.axis)
         if op.order is not None:
             whole = whole.transpose(np.argsort(op.order))
         return whole.astype(dtype)

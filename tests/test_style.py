@@ -35,6 +35,8 @@ EXEMPT = {
 # Declared, yet imported by no file of ours.
 IMPORTED_BY_OTHERS = {
     "httptools": "uvicorn's parser",
+    "protobuf": "transformers reads tokenizer.model files with it",
+    "sentencepiece": "transformers reads tokenizer.model files with it",
 }
 # Settings of the libraries we run on, which are theirs to define.
 FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "TOKENIZERS_", "CUDA_", "NVIDIA_")

@@ -360,7 +360,10 @@ def test_an_untied_model_without_a_head_is_refused(folder: Path) -> None:
 def test_dummy_weights_depend_on_the_name_alone(llama_folder: Path) -> None:
     checkpoint = open_checkpoint(str(llama_folder), load_format="dummy")
     assert (checkpoint.source, dict(checkpoint.tensors)) == ("dummy", {})
-    config = checkpoint.config | {"num_attention_heads": 16, "num_key_value_heads": 8}
+    config: dict[str, Any] = checkpoint.config | {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
     one = jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1])
     name_map = name_map_for(config["architectures"])
     loaded = [

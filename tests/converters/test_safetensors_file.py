@@ -140,7 +140,7 @@ def test_bytes_after_the_last_tensor(good: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot read .*nowhere.safetensors: No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere.safetensors: No such file"):
         SafetensorsFile(tmp_path / "nowhere.safetensors")
 
 

@@ -73,7 +73,9 @@ def abstract_of(
     if config["model_type"] == "qwen3":
         layer["self_attn.q_norm.weight"] = ((dim,), ())
         layer["self_attn.k_norm.weight"] = ((dim,), ())
-    shapes = {"model.embed_tokens.weight": ((config["vocab_size"], model), ("tp", None))}
+    shapes: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+        "model.embed_tokens.weight": ((config["vocab_size"], model), ("tp", None))
+    }
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
     shapes["model.norm.weight"] = ((model,), ())

@@ -1,0 +1,202 @@
+"""`python -m jaxllm.convert SRC DST`: writes any readable checkpoint as a Hugging Face folder."""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.converters.architectures import NAME_MAPS
+from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
+from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.safetensors_writer import (
+    FLOAT_DTYPES,
+    SHARD_BYTES,
+    stored_dtypes,
+    write_safetensors,
+)
+from jaxllm.converters.tied_head import effective_config
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+
+logger = logging.getLogger(__name__)
+
+
+def convert(
+    source: str,
+    target: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = True,
+) -> Path:
+    """Writes `source` as a folder that transformers loads, and returns the folder.
+
+    The folder appears under its name only once it is complete.
+
+    Args:
+        source: a folder, a .gguf file, "demo" or a hub id.
+        target: a new or empty folder.
+        dtype: of the floating-point tensors; "auto" keeps each as it is (float32 where the
+            source is a dequantized GGUF).
+        shard_bytes: beyond this size of the weights, in bytes, they are split over several files.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the target is taken or too small.
+    """
+    target = Path(target).expanduser()
+    _check_target(target)
+    checkpoint = open_checkpoint(source, revision=revision)
+    config = effective_config(checkpoint)
+    dtypes = stored_dtypes(checkpoint, _wanted_tensors(checkpoint, config), dtype)
+    with _appearing_folder(target) as folder:
+        _check_space(folder, checkpoint, dtypes)
+        _write_json(folder / "config.json", _written_config(config, dtypes))
+        if checkpoint.generation_config:
+            _write_json(folder / "generation_config.json", checkpoint.generation_config)
+        _write_tokenizer(checkpoint, folder)
+        write_safetensors(checkpoint, dtypes, folder, shard_bytes=shard_bytes, progress=progress)
+    return target
+
+
+def _wanted_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
+    """All tensors but recomputable ones and the copy of a tied matrix."""
+    names = list(checkpoint.tensors)
+    for architecture in config.get("architectures") or ():
+        name_map = NAME_MAPS.get(architecture)
+        if name_map is None:
+            continue
+        names = [name for name in names if not name_map.ignores(name)]
+        if config.get("tie_word_embeddings") and name_map.embedding in names:
+            names = [name for name in names if name != name_map.head]
+    return names
+
+
+def _written_config(config: dict[str, Any], dtypes: dict[str, np.dtype]) -> dict[str, Any]:
+    """The config with the dtype that most weights have, and without pointers to code."""
+    written = {key: value for key, value in config.items() if key != "auto_map"}
+    floats = [dtype.name for dtype in dtypes.values() if dtype.name in FLOAT_DTYPES]
+    if floats:
+        name = max(set(floats), key=floats.count)
+        written["dtype"] = name
+        if "torch_dtype" in written:
+            written["torch_dtype"] = name
+    return written
+
+
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    if checkpoint.source == "gguf":
+        # Imported here, since the other formats need no gguf package.
+        from jaxllm.converters.gguf_checkpoint import GgufCheckpoint
+        from jaxllm.converters.gguf_tokenizer import write_tokenizer_files
+
+        assert isinstance(checkpoint, GgufCheckpoint)
+        write_tokenizer_files(checkpoint, folder)
+        return
+    copied = 0
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(checkpoint.path.glob(pattern)):
+            destination = folder / file.relative_to(checkpoint.path)
+            destination.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, destination)
+            copied += 1
+    if not copied:
+        logger.warning("%s has no tokenizer files: the converted model has none", checkpoint.path)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty: delete it or give another folder.")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: give the name of a new folder.")
+
+
+def _check_space(folder: Path, checkpoint: Checkpoint, dtypes: dict[str, np.dtype]) -> None:
+    needed = sum(
+        int(np.prod(checkpoint.tensors[name].shape)) * dtype.itemsize
+        for name, dtype in dtypes.items()
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the weights need {needed / 1e9:.1f} GB."
+        )
+
+
+@contextlib.contextmanager
+def _appearing_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, renamed to it at the end or deleted on an error."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}.") from error
+    try:
+        yield folder
+        umask = os.umask(0)
+        os.umask(umask)
+        folder.chmod(0o777 & ~umask)  # mkdtemp's folders are closed to others
+        folder.rename(target)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}.") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: 0, or 1 after a message on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m jaxllm.convert", description=__doc__)
+    parser.add_argument("source", metavar="SRC", help="a folder, a .gguf file, 'demo' or a hub id")
+    parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", *FLOAT_DTYPES],
+        default="auto",
+        help="of the written weights; auto keeps the source's (float32 from GGUF)",
+    )
+    parser.add_argument("--revision", help="hub revision of the source")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        folder = convert(
+            options.source, options.target, dtype=options.dtype, revision=options.revision
+        )
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
