@@ -82,8 +82,11 @@ class World:
         stats = self.loop.scheduler.stats()
         assert stats.num_running == stats.num_waiting == 0
         assert stats.num_free_blocks == stats.num_blocks
+        groups: dict[str, list[Request]] = {}
         for index, expected in enumerate(self.added):
             name = str(index)
+            if expected.request.group_id is not None:
+                groups.setdefault(expected.request.group_id, []).append(expected.request)
             tokens = self.loop.tokens(name)
             assert tokens == expected.tokens[: len(tokens)]
             assert expected.request.num_inflight == 0
@@ -96,6 +99,16 @@ class World:
                 continue
             assert (tokens, last.finish_reason) == (expected.tokens, expected.finish_reason)
             self.check_prompt_logprobs(expected.request)
+        disturbed = self.aborted | self.poisoned
+        for siblings in groups.values():
+            if not disturbed & {request.request_id for request in siblings}:
+                self.check_one_delivers(siblings)
+
+    def check_one_delivers(self, siblings: list[Request]) -> None:
+        news = [self.loop.outputs[request.request_id] for request in siblings]
+        delivering = [any(output.prompt_logprobs for output in outputs) for outputs in news]
+        params, length = siblings[0].sampling_params, siblings[0].num_prompt_tokens
+        assert sum(delivering) == (params.prompt_logprobs is not None and length > 1)
 
     def check_prompt_logprobs(self, request: Request) -> None:
         news = self.loop.outputs[request.request_id]
@@ -111,7 +124,7 @@ class World:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_thousands_of_random_sequences(depth: int):
     preemptions = hits = 0
-    for seed in range(700):
+    for seed in range(1000):
         rng = random.Random(f"{seed} {depth}")
         seqs = rng.randint(1, 4)
         world = World(
