@@ -69,9 +69,7 @@ def num_splits(programs: int, tiles: int) -> int:
     """
     limits = _table()["splits"]
     splits = 1
-    while (
-        programs * splits < limits["programs"] and splits < min(limits["max_splits"], tiles)
-    ):
+    while programs * splits < limits["programs"] and splits < min(limits["max_splits"], tiles):
         splits *= 2
     return splits
 

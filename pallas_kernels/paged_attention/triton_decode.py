@@ -116,7 +116,7 @@ def _decode_kernel(
     group = heads // kv_ref.shape[2]
     rows = max(_MIN_ROWS, power_of_two(group))
     row, col = jnp.arange(rows), jnp.arange(power_of_two(head_dim))
-    head = kv_head * group + jnp.minimum(row, group - 1)
+    head = kv_head * group + row  # rows beyond the group are masked
 
     seq_len = lens_ref[request]
     first = jnp.int32(0)
@@ -140,11 +140,11 @@ def _decode_kernel(
             slot = slots_of(
                 tables_ref, request, jnp.minimum(position, seq_len - 1), scoring.block_size
             )
-            k = _gather(kv_ref, slot, 0, kv_head, col, head_dim)
+            k = gather(kv_ref, slot, 0, kv_head, col, head_dim)
             scores = scoring.scores(q, k)
             seen = (position >= first) & (position < seq_len)
             scores = jnp.where(seen[None, :], scores, -jnp.inf)
-            return update(carry, scores, _gather(kv_ref, slot, 1, kv_head, col, head_dim))
+            return update(carry, scores, gather(kv_ref, slot, 1, kv_head, col, head_dim))
 
         acc = jnp.zeros((rows, col.shape[0]), jnp.float32)
         top = jnp.full((rows,), NO_SCORE, jnp.float32)
@@ -157,7 +157,7 @@ def _decode_kernel(
         acc, top, total = attend()
         if sinks_ref:
             sink = pltriton.load(sinks_ref[0].at[head], mask=in_group, other=0.0) * LOG2E
-            acc, total = _with_sink(acc, top, total, sink)
+            acc, total = with_sink(acc, top, total, sink)
         out = acc / jnp.maximum(total, 1e-30)[:, None]
         pltriton.store(
             out_ref.at[request, head[:, None], col[None, :]], out.astype(out_ref.dtype), mask=stored
@@ -180,7 +180,7 @@ def _decode_kernel(
         pltriton.store(total_ref.at[request, head, split], nothing, mask=in_group)
 
 
-def _gather(kv_ref, slot, which: int, kv_head, col, head_dim: int):
+def gather(kv_ref, slot, which: int, kv_head, col, head_dim: int):
     """Keys (which 0) or values (1) of the slots, zero beyond head_dim: [C, power of two >= H]."""
     ref = kv_ref.at[slot[:, None], which, kv_head, col[None, :]]
     if head_dim == col.shape[0]:
@@ -189,7 +189,7 @@ def _gather(kv_ref, slot, which: int, kv_head, col, head_dim: int):
     return pltriton.load(ref, mask=mask, other=0.0)
 
 
-def _with_sink(acc, top, total, sink):
+def with_sink(acc, top, total, sink):
     """acc and total once the softmax's denominator holds the sink; all in the base-2 domain."""
     new_top = jnp.maximum(top, sink)
     shrink = jnp.exp2(top - new_top)
@@ -219,6 +219,4 @@ def _combine_kernel(acc_ref, top_ref, total_ref, *refs, with_sinks: bool):
     )
     out = jnp.sum(acc * weight[:, None], axis=0) / jnp.maximum(total, 1e-30)
     out_ref = refs[-1]
-    pltriton.store(
-        out_ref.at[request, head, col], out.astype(out_ref.dtype), mask=col < head_dim
-    )
+    pltriton.store(out_ref.at[request, head, col], out.astype(out_ref.dtype), mask=col < head_dim)
