@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
+from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import (
@@ -149,6 +150,8 @@ def engine_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # tqdm's own lock is a semaphore of the system's, which an abrupt end would leave behind.
+    tqdm.set_lock(threading.RLock())
     logging.basicConfig(level=level, format=LOG_FORMAT, datefmt=LOG_DATE_FORMAT)
     folder = os.path.dirname(address.removeprefix("ipc://"))
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()

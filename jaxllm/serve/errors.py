@@ -1,16 +1,25 @@
 """Errors in OpenAI's shape, and what becomes of every exception that a route raises."""
 
+import dataclasses
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 
 from jaxllm.engine.errors import EngineDeadError, EngineError, EngineStoppedError
 from jaxllm.engine.inputs import ContextLengthError
+from jaxllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_PARAMS = frozenset({"prompt", *(field.name for field in dataclasses.fields(SamplingParams))})
+
+CLIENT_LEFT = 499
+"""The status, nginx's, of an answer that nobody reads but the log."""
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -80,14 +89,24 @@ def api_error(error: Exception) -> ApiError:
         case EngineError():
             return ApiError(str(error), status=500, code="engine_error")
         case ValueError():
-            return ApiError(str(error), code="invalid_value")
+            param = named_param(str(error))
+            return ApiError(str(error), param=param, code="invalid_value")
     logger.error("A request failed", exc_info=error)
     return ApiError("Internal server error.", status=500, code="internal_error")
+
+
+def named_param(message: str) -> str | None:
+    """The parameter that a ValueError of the engine or of SamplingParams begins with."""
+    match = re.match(r"(?:The )?(\w+)", message)
+    return match[1] if match is not None and match[1] in _PARAMS else None
 
 
 def install_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return api_error(error).response()
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -100,6 +119,7 @@ def install_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return ApiError(message, status=error.status_code, code=code, headers=headers).response()
 
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     # Exception itself is left to the server's outermost handler, which would also raise anew.
     for kind in (ApiError, EngineError, ValueError):
         app.add_exception_handler(kind, on_error)

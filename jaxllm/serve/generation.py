@@ -12,12 +12,10 @@ from starlette.responses import Response
 from jaxllm.engine.errors import EngineError
 from jaxllm.engine.inputs import GenerationInput
 from jaxllm.outputs import RequestOutput
-from jaxllm.serve.errors import ApiError
+from jaxllm.serve.errors import CLIENT_LEFT, ApiError
 from jaxllm.serve.protocol import SamplingFields
 from jaxllm.serve.sse import ClientLeftError, EventStream, json_bytes, unless_client_leaves
 from jaxllm.serve.state import ServerState
-
-CLIENT_LEFT = 499  # nginx's number; nobody reads it but the log
 
 
 class Format(Protocol):

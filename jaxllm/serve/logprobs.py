@@ -43,7 +43,10 @@ def completion_logprobs(
         if entries is None:
             top.append(None)
         else:
-            top.append({_token(i, p): _value(p) for i, p in entries.items()})
+            named: dict[str, float] = {}
+            for each, logprob in entries.items():  # parts of characters share a name
+                named.setdefault(_token(each, logprob), _value(logprob))
+            top.append(named)
         offsets.append(offset)
         offset += len(token)
     return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}

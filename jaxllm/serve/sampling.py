@@ -1,12 +1,11 @@
 """From a request body to SamplingParams."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.serve.errors import ApiError
+from jaxllm.serve.errors import ApiError, named_param
 from jaxllm.serve.protocol import SamplingFields
 
 # Fields of the body that SamplingParams has under the same name.
@@ -77,10 +76,3 @@ def sampling_params(
         )
     except ValueError as error:
         raise ApiError(str(error), param=named_param(str(error)), code="invalid_value") from None
-
-
-def named_param(message: str) -> str | None:
-    """The parameter that an error of SamplingParams begins with."""
-    match = re.match(r"\w+", message)
-    word = match[0] if match else ""
-    return word if word in _SAME_NAME or word.endswith(("logprobs", "_tokens")) else None
