@@ -25,13 +25,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fill:
-    """One parameter and where it comes from. nbytes: of its tensors, in the file."""
+    """One parameter and where it comes from.
+
+    Attributes:
+        dtypes: in which the tensors go to the device: theirs, but float64 as float32.
+        nbytes: of the tensors in the file.
+        host_bytes: of the tensors once they are read.
+    """
 
     param: str
     target: jax.ShapeDtypeStruct
     op: Op
     tensors: tuple[str, ...]
+    dtypes: tuple[np.dtype, ...]
     nbytes: int
+    host_bytes: int
 
 
 def plan_load(
@@ -49,7 +57,7 @@ def plan_load(
     sources = _find_sources(abstract, name_map, report)
     _follow_tied_head(sources, abstract, checkpoint, name_map)
     fills = [
-        Fill(param, abstract[param], op, tensors, _nbytes(tensors, checkpoint))
+        _fill(param, abstract[param], op, tensors, checkpoint)
         for param, (op, tensors) in sources.items()
     ]
     for fill in fills:
@@ -200,5 +208,21 @@ def _warn_about_range(fills: list[Fill], checkpoint: Checkpoint) -> None:
         )
 
 
-def _nbytes(tensors: tuple[str, ...], checkpoint: Checkpoint) -> int:
-    return sum(checkpoint.tensors[name].nbytes for name in tensors if name in checkpoint.tensors)
+def _fill(
+    param: str,
+    target: jax.ShapeDtypeStruct,
+    op: Op,
+    tensors: tuple[str, ...],
+    checkpoint: Checkpoint,
+) -> Fill:
+    infos = [checkpoint.tensors[name] for name in tensors if name in checkpoint.tensors]
+    wide = np.dtype(np.float64)
+    return Fill(
+        param,
+        target,
+        op,
+        tensors,
+        dtypes=tuple(np.dtype(np.float32) if i.dtype == wide else i.dtype for i in infos),
+        nbytes=sum(info.nbytes for info in infos),
+        host_bytes=sum(math.prod(info.shape) * info.dtype.itemsize for info in infos),
+    )

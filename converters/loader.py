@@ -1,6 +1,7 @@
 """Fills a model's parameters from a checkpoint, tensor by tensor and slice by slice."""
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +18,16 @@ from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.dummy import dummy_params
 from jaxllm.converters.errors import LoadError
 from jaxllm.converters.load_plan import Fill, plan_load
-from jaxllm.converters.name_map import NameMap, Op
+from jaxllm.converters.name_map import NameMap
 
 __all__ = ["LoadError", "load_params"]
 
-READ_AHEAD = 2  # parameters being read while one is placed
-IN_FLIGHT_BYTES = 2**30  # handed to the device and not yet there
+# A thread copies about 5 GB/s to a GPU and eight 27 GB/s (H200), whatever the tensors' sizes.
+THREADS = max(2, min(8, os.cpu_count() or 1))
+IN_FLIGHT_BYTES = 2**30
+
+Program = Callable[..., jax.Array]
+Programs = dict[object, Future[Program]]
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +42,8 @@ def load_params(
 ) -> dict[str, jax.Array]:
     """The parameters of `abstract`, in its dtypes and on its shardings.
 
-    Host memory holds a few tensors at a time (none for mapped files), device memory the parameters
-    and at most IN_FLIGHT_BYTES or one parameter more.
+    At any time at most IN_FLIGHT_BYTES or one parameter are on their way: so much host memory is
+    needed (none for mapped files), and so much device memory beside the parameters.
 
     Args:
         abstract: dotted name to shape, dtype and sharding.
@@ -53,102 +58,112 @@ def load_params(
     start = time.perf_counter()
     fills = plan_load(abstract, checkpoint, name_map, config)
     total = sum(fill.nbytes for fill in fills)
-    placer = _Placer()
     params: dict[str, jax.Array] = {}
-    in_flight: deque[Fill] = deque()
-    waiting = 0
-    with tqdm(
-        total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
-        for fill, tensors in _read(checkpoint, fills):
-            params[fill.param] = placer.place(fill, tensors)
-            in_flight.append(fill)
-            waiting += fill.nbytes
-            while in_flight and (waiting > IN_FLIGHT_BYTES or fill is fills[-1]):
-                done = in_flight.popleft()
-                params[done.param].block_until_ready()
-                waiting -= done.nbytes
-                bar.update(done.nbytes)
+    with (
+        ThreadPoolExecutor(THREADS) as pool,
+        tqdm(
+            total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
+        ) as bar,
+    ):
+        programs = _compile_all(pool, fills)
+        for fill, param in _place_all(pool, fills, checkpoint, programs):
+            params[fill.param] = param
+            bar.update(fill.nbytes)
     seconds = time.perf_counter() - start
     logger.info("loaded %.2f GB in %.1f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)
     return {name: params[name] for name in abstract}
 
 
-def _read(checkpoint: Checkpoint, fills: list[Fill]) -> Iterator[tuple[Fill, list[np.ndarray]]]:
-    """Each fill with its tensors; the next ones are read (and dequantized) in threads meanwhile."""
-
-    def read(fill: Fill) -> list[np.ndarray]:
-        return [_narrow(checkpoint.read(name)) for name in fill.tensors]
-
-    with ThreadPoolExecutor(READ_AHEAD) as pool:
-        coming: deque[tuple[Fill, Future[list[np.ndarray]]]] = deque()
-        try:
-            for fill in fills:
-                coming.append((fill, pool.submit(read, fill)))
-                if len(coming) > READ_AHEAD:
-                    ready, future = coming.popleft()
-                    yield ready, future.result()
-            while coming:
-                ready, future = coming.popleft()
-                yield ready, future.result()
-        finally:
-            for _, future in coming:
-                future.cancel()
-
-
-def _narrow(tensor: np.ndarray) -> np.ndarray:
-    """float64 as float32, the widest that JAX takes by default."""
-    return tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor
+def _place_all(
+    pool: ThreadPoolExecutor, fills: list[Fill], checkpoint: Checkpoint, programs: Programs
+) -> Iterator[tuple[Fill, jax.Array]]:
+    """Each fill with its parameter, once it is on its devices."""
+    running: deque[tuple[Fill, Future[jax.Array]]] = deque()
+    held = 0
+    try:
+        for fill in fills:
+            while running and held + fill.host_bytes > IN_FLIGHT_BYTES:
+                done, future = running.popleft()
+                yield done, future.result()
+                held -= done.host_bytes
+            running.append((fill, pool.submit(_place, fill, checkpoint, programs)))
+            held += fill.host_bytes
+        while running:
+            done, future = running.popleft()
+            yield done, future.result()
+    finally:
+        for _, future in running:
+            future.cancel()
 
 
-class _Placer:
-    """Puts tensors on devices in file layout and lets the device transpose, join and cast them."""
-
-    def __init__(self) -> None:
-        self._programs: dict[object, Callable[..., jax.Array]] = {}
-
-    def place(self, fill: Fill, tensors: list[np.ndarray]) -> jax.Array:
-        op, target = fill.op, fill.target
-        sharding = target.sharding or SingleDeviceSharding(jax.devices()[0])
-        as_is = op.order is None and len(tensors) == 1 and tensors[0].dtype == target.dtype
-        # On the CPU JAX would share the mapped file's memory, which dies if the file is cut.
-        copy = as_is and next(iter(sharding.device_set)).platform == "cpu"
-        slabs = [
-            _put(tensor.reshape(shape), _file_sharding(op, sharding, len(shape)), copy)
-            for tensor, shape in zip(tensors, op.slabs(target.shape), strict=True)
-        ]
-        if as_is:
-            return slabs[0]
-        key = (op, target.dtype, sharding)
-        if key not in self._programs:
-            self._programs[key] = _program(op, target.dtype, sharding)
-        return self._programs[key](*slabs)
+def _place(fill: Fill, checkpoint: Checkpoint, programs: Programs) -> jax.Array:
+    """Reads (and dequantizes) the tensors and puts them on the devices in file layout, where they
+    are transposed, joined and cast."""
+    program = programs.get(_program_key(fill))
+    # On the CPU JAX would share the mapped file's memory, which dies if the file is cut.
+    copy = program is None and next(iter(_sharding(fill).device_set)).platform == "cpu"
+    slabs = [
+        _put(checkpoint.read(name), slab, copy)
+        for name, slab in zip(fill.tensors, _slabs(fill), strict=True)
+    ]
+    param = slabs[0] if program is None else program.result()(*slabs)
+    return param.block_until_ready()
 
 
-def _put(slab: np.ndarray, sharding: Sharding, copy: bool) -> jax.Array:
+def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct, copy: bool) -> jax.Array:
+    tensor = tensor.reshape(slab.shape)
+
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        view = slab[index or ()]
-        return np.array(view) if copy else view
+        return np.array(tensor[index or ()], slab.dtype, copy=copy or None)
 
-    return jax.make_array_from_callback(slab.shape, sharding, part)
-
-
-def _file_sharding(op: Op, sharding: Sharding, ndim: int) -> Sharding:
-    """The parameter's sharding for the file layout: each device gets what it will keep."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec: list[Any] = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    axes = [spec[axis] for axis in op.order or range(ndim)]
-    if len(op.widths) > 1:
-        axes[op.axis] = None
-    return NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+    return jax.make_array_from_callback(slab.shape, slab.sharding, part)
 
 
-def _program(op: Op, dtype: Any, sharding: Sharding) -> Callable[..., jax.Array]:
+def _slabs(fill: Fill) -> list[jax.ShapeDtypeStruct]:
+    """What goes to the devices: the tensors in file layout, each device's part of the parameter."""
+    sharding = _sharding(fill)
+    if isinstance(sharding, NamedSharding):
+        op, ndim = fill.op, len(fill.target.shape)
+        spec: list[Any] = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+        axes = [spec[axis] for axis in op.order or range(ndim)]
+        if len(op.widths) > 1:
+            axes[op.axis] = None
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in zip(fill.op.slabs(fill.target.shape), fill.dtypes, strict=True)
+    ]
+
+
+def _sharding(fill: Fill) -> Sharding:
+    return fill.target.sharding or SingleDeviceSharding(jax.devices()[0])
+
+
+def _program_key(fill: Fill) -> object:
+    """Equal for parameters made alike; None for those that are the tensor as it is."""
+    target = fill.target
+    if fill.op.order is None and fill.dtypes == (target.dtype,):
+        return None
+    return fill.op, fill.dtypes, target.shape, target.dtype, target.sharding
+
+
+def _compile_all(pool: ThreadPoolExecutor, fills: list[Fill]) -> Programs:
+    """Starts compiling what arranges the slabs on the device, once for all equal parameters."""
+    programs: Programs = {}
+    for fill in fills:
+        key = _program_key(fill)
+        if key is not None and key not in programs:
+            programs[key] = pool.submit(_compile, fill)
+    return programs
+
+
+def _compile(fill: Fill) -> Program:
+    op, dtype = fill.op, fill.target.dtype
+
     def arrange(*slabs: jax.Array) -> jax.Array:
         whole = slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, op.axis)
         if op.order is not None:
             whole = whole.transpose(np.argsort(op.order))
         return whole.astype(dtype)
 
-    return jax.jit(arrange, out_shardings=sharding)
+    return jax.jit(arrange, out_shardings=_sharding(fill)).lower(*_slabs(fill)).compile()
