@@ -69,8 +69,8 @@ class ModelRunnerOutput:
     Attributes:
         token_ids: the sampled id, NO_TOKEN or NON_FINITE.
         logprobs: None where the request asked for none or sampled nothing.
-        prompt_logprobs: request_id -> one entry for each prompt token of this step's chunk that
-            has a predecessor (so the prompt's first token has none).
+        prompt_logprobs: request_id -> one entry for each prompt token that a position of this
+            step's chunk predicts: position p predicts token p + 1, so the first token has none.
     """
 
     token_ids: list[int]

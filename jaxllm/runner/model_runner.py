@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.outputs import (
     NO_TOKEN,
+    NON_FINITE,
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
@@ -81,7 +82,8 @@ class PendingStep:
         for i, item in enumerate(self.step.requests):
             wanted = item.request.sampling_params.logprobs
             if not item.samples:
-                token_ids[i] = NO_TOKEN
+                # A chunk whose last logits are not finite has already spoilt its blocks.
+                token_ids[i] = NON_FINITE if token_ids[i] == NON_FINITE else NO_TOKEN
             elif wanted is not None and token_ids[i] >= 0:
                 logprobs[i] = self._unpack(token_ids[i], rows[i, 1:], wanted)
         prompt: dict[str, list[TokenLogprobs]] = {}
@@ -171,7 +173,8 @@ class ModelRunner:
     ) -> None:
         assert config.max_num_seqs
         self._config = config
-        self._params = params
+        self.model, self.params = model, params
+        self.cache_shape = cache_shape
         self._replicated = replicated(mesh)
         self._vocab_size = vocab_size
         self._gpu = mesh.devices.flat[0].platform == "gpu"
@@ -235,7 +238,7 @@ class ModelRunner:
         program = self.programs.step(bucket, mode)
         packed = self._input.pack(step, self.programs.layout(bucket), mode)
         uploaded = jax.device_put(packed, self._replicated)
-        self._state, result, hidden = program(self._params, self._state, uploaded)
+        self._state, result, hidden = program(self.params, self._state, uploaded)
         return result, hidden
 
     def _reset_row(self, slot: int, item: ScheduledRequest | None) -> None:
@@ -262,7 +265,7 @@ class ModelRunner:
         self, bucket: Bucket, hidden: Any, start: int, targets: np.ndarray
     ) -> jax.Array:
         placed = jax.device_put((np.int32(start), targets), self._replicated)
-        return self.programs.prompt_logprobs(bucket)(self._params, hidden, *placed)
+        return self.programs.prompt_logprobs(bucket)(self.params, hidden, *placed)
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, bucket: Bucket, hidden: jax.Array | None

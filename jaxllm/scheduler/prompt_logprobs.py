@@ -1,5 +1,7 @@
 """How far the logprobs of prompts have been delivered."""
 
+from collections.abc import Iterable
+
 from jaxllm.outputs import ModelRunnerOutput, ScheduledRequest, TokenLogprobs
 from jaxllm.request import Request
 
@@ -34,7 +36,11 @@ class PromptLogprobs:
         if num_sent is None:
             return None
         entries = result.prompt_logprobs.get(scheduled.request.request_id, [])
-        first_position = max(1, scheduled.start)
-        fresh = entries[max(0, num_sent + 1 - first_position) :]
+        fresh = entries[max(0, num_sent - scheduled.start) :]
         self._num_sent[scheduled.request] = num_sent + len(fresh)
         return fresh or None
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Raises AssertionError if an ended request is still known."""
+        ended = [request.request_id for request in self._num_sent.keys() - set(requests)]
+        assert not ended, f"ended requests still deliver prompt logprobs: {ended}"

@@ -119,10 +119,9 @@ class Scheduler:
         """The next step, or None if nothing can be computed before an `update`."""
         singles: list[ScheduledRequest] = []
         chunks: list[ScheduledRequest] = []
-        preempted = self._schedule_decodes(singles)
+        self._schedule_decodes(singles)
         budget = self.max_num_batched_tokens - len(singles)
-        # A newcomer would only fight for the blocks that were too few a moment ago.
-        for scheduled in self._schedule_prefills(budget, admit=not preempted):
+        for scheduled in self._schedule_prefills(budget):
             (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
             # Not earlier: within the step that fills them, blocks must not be found.
             self._after_prefill(scheduled)
@@ -174,11 +173,11 @@ class Scheduler:
         assert sorted(queued) == sorted(self._requests), f"{queued} are not {[*self._requests]}"
         self._running.check_integrity(self.block_pool.block_size)
         self._waiting.check_integrity()
+        self._prompt_logprobs.check_integrity(self._requests.values())
         self.block_pool.check_integrity(self._requests.values())
 
-    def _schedule_decodes(self, singles: list[ScheduledRequest]) -> bool:
-        """Adds a token of each decoding request; True if a request was preempted for that."""
-        preempted = False
+    def _schedule_decodes(self, singles: list[ScheduledRequest]) -> None:
+        """Adds a token of each decoding request, preempting others where blocks run out."""
         block_size = self.block_pool.block_size
         decoding = self._running.decoding
         index = 0
@@ -193,7 +192,6 @@ class Scheduler:
                 self.block_pool.register(request)
                 while not self.block_pool.num_free and request.slot >= 0:
                     self._preempt_last()
-                    preempted = True
                 if request.slot < 0:
                     break  # it was the last one itself
                 request.block_ids += self.block_pool.allocate(1)
@@ -201,9 +199,8 @@ class Scheduler:
             request.num_inflight += 1
             slot = request.slot
             singles.append(ScheduledRequest(request, slot, start, 1, True, output_index, False))
-        return preempted
 
-    def _schedule_prefills(self, budget: int, *, admit: bool) -> list[ScheduledRequest]:
+    def _schedule_prefills(self, budget: int) -> list[ScheduledRequest]:
         """A chunk of each running prefill, then of newcomers, of at most `budget` tokens in all."""
         scheduled: list[ScheduledRequest] = []
         admitted = False
@@ -211,7 +208,7 @@ class Scheduler:
         while budget > 0:
             if queue:
                 request = queue.pop()
-            elif admit and (newcomer := self._admit()) is not None:
+            elif (newcomer := self._admit()) is not None:
                 request, admitted = newcomer, True
             else:
                 break

@@ -104,8 +104,8 @@ class PagedDevice:
 
 def _prompt_logprobs(scheduled: ScheduledRequest) -> list[TokenLogprobs]:
     request = scheduled.request
-    end = min(scheduled.start + scheduled.num_new_tokens, request.num_prompt_tokens)
-    positions = range(max(1, scheduled.start), end)
+    end = min(scheduled.start + scheduled.num_new_tokens, request.num_prompt_tokens - 1)
+    positions = range(scheduled.start + 1, end + 1)
     return [TokenLogprobs([request.token_ids[p]], [-float(p)], 1) for p in positions]
 
 

@@ -107,6 +107,12 @@ def test_salts_keep_requests_apart(pool: BlockPool, salts: tuple[str | None, str
     assert len(pool.lookup(make_request(8, cache_salt=salts[0]), 8)) == 2
 
 
+def test_with_prefix_caching_groups_share(pool: BlockPool):
+    compute(pool, make_request(8, group_id="g"))
+    assert len(pool.lookup(make_request(8, group_id="h"), 8)) == 2
+    assert len(pool.lookup(make_request(8), 8)) == 2
+
+
 def test_without_prefix_caching_only_a_group_shares():
     pool = BlockPool(16, BLOCK_SIZE, enable_prefix_caching=False)
     compute(pool, make_request(8, name="alone"))

@@ -216,6 +216,18 @@ def test_non_finite_logits_end_one_request_only(depth: int):
     assert again.num_cached_tokens == 0
 
 
+def test_a_block_filled_by_a_non_finite_step_is_not_found():
+    loop = Loop()
+    request = loop.add("bad", 7, max_tokens=8)
+    loop.step()
+    loop.step(lambda request: True)  # computes the eighth token
+    loop.run()
+    again = loop.add("again", [*request.token_ids, 1], max_tokens=2)
+    loop.run()
+    assert len(request.token_ids) == 8
+    assert again.num_cached_tokens == 0
+
+
 def test_a_token_that_is_missing_is_an_error():
     loop = Loop()
     loop.add("a", 3)

@@ -82,10 +82,11 @@ def test_without_prefix_caching_nothing_is_found():
         assert loop.tokens(name) == continuation(PROMPT, 3)
 
 
-def test_a_preempted_request_finds_its_own_blocks():
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_a_preempted_request_finds_its_own_blocks(prompt_logprobs: int | None):
     loop = Loop(num_blocks=6, block_size=2, max_num_seqs=2)
     loop.add("a", [1, 1], max_tokens=8)
-    request = loop.add("b", [2, 2], max_tokens=8)
+    request = loop.add("b", [2, 2], max_tokens=8, prompt_logprobs=prompt_logprobs)
     steps = []
     while loop.scheduler.has_unfinished():
         steps.append(loop.step().get("b"))
@@ -170,9 +171,9 @@ def test_the_first_chunks_bring_prompt_logprobs_only():
     loop.add("a", PROMPT, max_tokens=1, prompt_logprobs=0)
     loop.run()
     assert [(len(o.prompt_logprobs or ()), len(o.new_token_ids)) for o in loop.outputs["a"]] == [
-        (3, 0),
         (4, 0),
-        (2, 1),
+        (4, 0),
+        (1, 1),
     ]
 
 
