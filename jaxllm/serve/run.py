@@ -65,6 +65,7 @@ async def serve(config: EngineConfig, serve_config: ServeConfig, sock: socket.so
     metrics = Metrics(names[0])
     engine = AsyncEngine(config, stall_after_s=serve_config.stall_timeout, observer=metrics)
     state = ServerState(engine, serve_config, metrics, names)
+    logger.info("Listening at %s; loading %s", shown_url(sock), config.model)
     server = Server(_uvicorn_config(state), engine, serve_config.shutdown_timeout)
     start = asyncio.create_task(_start(state, shown_url(sock), server))
     watch = asyncio.create_task(_watch_death(engine, server))
@@ -77,8 +78,9 @@ async def serve(config: EngineConfig, serve_config: ServeConfig, sock: socket.so
         logger.error("%s", error)
         return 1
     finally:
-        start.cancel()
-        watch.cancel()
+        for task in (start, watch):
+            task.cancel()
+        await asyncio.gather(start, watch, return_exceptions=True)
         await engine.close()
 
 
@@ -122,13 +124,18 @@ async def _load(engine: AsyncEngine) -> Tokenizer | None:
         )
     )
     ready = asyncio.create_task(engine.wait_ready())
-    await asyncio.wait((load, ready), return_when=asyncio.FIRST_EXCEPTION)
-    if load.done() and load.exception() is not None and not ready.done():
-        # What ails the tokenizer may ail the model, and the engine says it better.
-        await asyncio.wait((ready,), timeout=TOKENIZER_GRACE_S)
-    if ready.done():
-        await ready
-    return await load
+    try:
+        await asyncio.wait((load, ready), return_when=asyncio.FIRST_EXCEPTION)
+        if load.done() and load.exception() is not None and not ready.done():
+            # What ails the tokenizer may ail the model, and the engine says it better.
+            await asyncio.wait((ready,), timeout=TOKENIZER_GRACE_S)
+        if ready.done():
+            await ready
+        return await load
+    finally:
+        for task in (load, ready):
+            task.cancel()
+        await asyncio.gather(load, ready, return_exceptions=True)
 
 
 async def _watch_death(engine: AsyncEngine, server: Server) -> None:

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.server_process import ServerProcess
+from tests.serve.server_process import COMMON_FLAGS, ServerProcess
 from tests.serve.tiny_model import make_tiny_model
 
 NAME = "tiny"
@@ -24,8 +24,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server = ServerProcess(
         tmp_path_factory.mktemp("server") / "log",
         *("--model", str(tiny_model), "--served-model-name", NAME, "alias"),
-        *("--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
-        *("--num-gpu-blocks-override", "128"),
+        *COMMON_FLAGS,
     )
     yield server
     server.stop()

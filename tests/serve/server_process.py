@@ -14,6 +14,11 @@ import httpx
 # Kept between runs: compiling takes most of a start.
 CACHE = Path(tempfile.gettempdir()) / "jaxllm-test-compilation"
 START_S = 120.0
+# The same for all, so that a step is compiled once only.
+COMMON_FLAGS = (
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+    *("--num-gpu-blocks-override", "128"),
+)
 
 
 class ServerProcess:
