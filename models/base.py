@@ -84,34 +84,31 @@ class ModelConfig:
                 given["quantization_config"],
                 "is not supported: use a checkpoint without quantization",
             )
-        names = {item.name for item in dataclasses.fields(cls)}
-        cls._check_unknown({key: given[key] for key in given.keys() - names})
-        given = cls._with_defaults(given)
+        own = {item.name: item for item in dataclasses.fields(cls) if item.name != "rope"}
+        cls._check_unknown({key: given[key] for key in given.keys() - own.keys()})
+        values = {
+            name: _typed(name, item.type, given[name])
+            for name, item in own.items()
+            if name in given
+        }
+        values = cls._derived(values) | values
         missing = [
-            item.name
-            for item in dataclasses.fields(cls)
-            if item.name not in given
-            and item.name != "rope"
-            and item.default is dataclasses.MISSING
+            name
+            for name, item in own.items()
+            if name not in values and item.default is dataclasses.MISSING
         ]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)} for {cls.architecture}.")
-        values = {
-            item.name: _typed(item.name, item.type, given[item.name])
-            for item in dataclasses.fields(cls)
-            if item.name in given and item.name != "rope"
-        }
         return cls(**values, rope=RopeConfig.from_hf(given))
 
     @classmethod
-    def _with_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """`given` with the fields filled that derive from others."""
-        derived = {}
-        if isinstance(heads := given.get("num_attention_heads"), int) and heads > 0:
-            derived["num_key_value_heads"] = heads
-            if isinstance(hidden := given.get("hidden_size"), int):
-                derived["head_dim"] = hidden // heads
-        return derived | given
+    def _derived(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What the fields are that follow from others of `values` where they are absent."""
+        heads = values.get("num_attention_heads", 1)
+        return {
+            "num_key_value_heads": heads,
+            "head_dim": values.get("hidden_size", 1) // max(heads, 1),
+        }
 
     @classmethod
     def _check_unknown(cls, unknown: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ class Qwen3Config(SlidingWindowConfig):
     attention_bias: bool = False
 
     @classmethod
-    def _with_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _derived(cls, values: dict[str, Any]) -> dict[str, Any]:
         # Unlike elsewhere, an absent head_dim is not hidden_size / num_attention_heads.
-        return super()._with_defaults({"head_dim": 128} | given)
+        return super()._derived(values) | {"head_dim": 128}
 
 
 def decoder_layer(config: Qwen3Config, layer: int, dtype: jnp.dtype) -> DecoderLayer:
