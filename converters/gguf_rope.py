@@ -130,7 +130,9 @@ def _llama3_candidates(
         candidates += [(round(low, 2), round(high, 2), original), (low, high, original)]
     elif smooth.any():
         fitting = float(wavelengths[smooth][0] * (low + share[0] * (high - low)))
-        candidates.append((low, high, round(fitting)))
+        original = max(1, round(fitting))
+        share_of = original / fitting
+        candidates += [(low, high, original), (low * share_of, high * share_of, original)]
     elif unscaled.any():
         candidates.append((low, high, math.ceil(high * wavelengths[unscaled].max())))
     return candidates

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
+from jaxllm.config import EngineConfig
 from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.engine.chat_messages import normalize_messages
 from jaxllm.engine.chat_template import choose_template, render, template_from_option
@@ -50,7 +51,7 @@ class Tokenizer:
     @classmethod
     def load(
         cls,
-        model: "str | Path | Checkpoint",
+        model: "str | Path | Checkpoint | EngineConfig",
         *,
         revision: str | None = None,
         chat_template: str | None = None,
@@ -58,12 +59,18 @@ class Tokenizer:
         """Loads the tokenizer of a folder, a .gguf file, "demo", a hub id or an open checkpoint.
 
         Args:
+            model: an EngineConfig stands for its tokenizer (or model), revision and template.
             chat_template: instead of the checkpoint's: a file, a template, or the name of one of
                 its own (--chat-template).
 
         Raises:
             ValueError: there is no tokenizer, or it is damaged; the message says what can be done.
         """
+        if isinstance(model, EngineConfig):
+            # A tokenizer named for itself has revisions of its own.
+            revision = model.revision if model.tokenizer is None else None
+            chat_template = model.chat_template
+            model = model.tokenizer or model.model
         return cls(read_tokenizer_files(model, revision=revision), chat_template=chat_template)
 
     @property
