@@ -92,6 +92,8 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         log_level=options.uvicorn_log_level,
         access_log=not options.disable_uvicorn_access_log,
         timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+        http="httptools",
+        ws="none",
         lifespan="off",
         server_header=False,
     )
