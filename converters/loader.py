@@ -24,7 +24,7 @@ __all__ = ["LoadError", "load_params"]
 
 # A thread copies about 5 GB/s to a GPU and eight 27 GB/s (H200), whatever the tensors' sizes.
 THREADS = max(2, min(8, os.cpu_count() or 1))
-IN_FLIGHT_BYTES = 2**30
+IN_FLIGHT_BYTES = 2**29
 
 Program = Callable[..., jax.Array]
 Programs = dict[object, Future[Program]]
