@@ -2,7 +2,8 @@
 
 It holds in each cache slot what was computed there, a number that depends on all tokens up to
 that position. So it notices a block that was shared, freed or handed on wrongly, and a request's
-tokens can be told from its prompt alone.
+tokens can be told from its prompt alone. Non-finite values spread to all that is computed from
+them, as they do in a real cache.
 """
 
 from collections import deque
@@ -25,16 +26,17 @@ from jaxllm.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 7
 EOS = 0
+NAN = -1
 
 
 def state_after(state: int, token: int) -> int:
     """What a position holds, from what the one before it holds and its token."""
-    return (state * 1_000_003 + token + 1) % 2_147_483_647
+    return NAN if state == NAN else (state * 1_000_003 + token + 1) % 2_147_483_647
 
 
 def sample(state: int) -> int:
     """The token that follows a prefix."""
-    return (state // 7919) % VOCAB_SIZE
+    return NON_FINITE if state == NAN else (state // 7919) % VOCAB_SIZE
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
@@ -48,9 +50,14 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class PagedDevice:
-    """Executes steps in order; the tokens that the host does not know yet stay in their slots."""
+    """Executes steps in order; the tokens that the host does not know yet stay in their slots.
+
+    Attributes:
+        infected: requests that met non-finite values which another one had computed.
+    """
 
     def __init__(self, block_size: int):
+        self.infected: set[str] = set()
         self._block_size = block_size
         self._cache: dict[int, int] = {}
         self._tokens_of_slot: dict[int, list[int]] = {}
@@ -62,13 +69,15 @@ class PagedDevice:
         slots = [scheduled.slot for scheduled in step.requests]
         assert len(set(slots)) == len(slots), f"a slot has two requests: {slots}"
         states = [self._read(scheduled) for scheduled in step.requests]
+        bad = [r.samples and poisoned(r.request) for r in step.requests]
+        states = [NAN if b else state for b, state in zip(bad, states, strict=True)]
         token_ids: list[int] = []
         prompt_logprobs = {}
         for scheduled, state in zip(step.requests, states, strict=True):
             token = NO_TOKEN
             state = self._write(scheduled, state)
             if scheduled.samples:
-                token = NON_FINITE if poisoned(scheduled.request) else sample(state)
+                token = sample(state)
                 self._tokens_of_slot[scheduled.slot].append(max(token, 0))
             token_ids.append(token)
             if scheduled.request.sampling_params.prompt_logprobs is not None:
@@ -83,10 +92,14 @@ class PagedDevice:
         known = scheduled.request.token_ids
         assert tokens[: len(known)] == known, "the slot holds another request's tokens"
         state = 1
+        name = scheduled.request.request_id
         for position in range(scheduled.start):
             state = state_after(state, tokens[position])
             found = self._cache.get(self._cache_slot(scheduled.request, position))
-            assert found == state, f"position {position} of {scheduled.request.request_id} is lost"
+            if found == NAN:
+                self.infected.add(name)
+                return NAN
+            assert found == state, f"position {position} of {name} is lost"
         return state
 
     def _write(self, scheduled: ScheduledRequest, state: int) -> int:

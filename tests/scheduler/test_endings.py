@@ -221,11 +221,12 @@ def test_a_block_filled_by_a_non_finite_step_is_not_found():
     request = loop.add("bad", 7, max_tokens=8)
     loop.step()
     loop.step(lambda request: True)  # computes the eighth token
-    loop.run()
-    again = loop.add("again", [*request.token_ids, 1], max_tokens=2)
-    loop.run()
-    assert len(request.token_ids) == 8
-    assert again.num_cached_tokens == 0
+    conversation = [*request.token_ids, 1]
+    for name, cached in (("again", 0), ("once more", 8)):
+        other = loop.add(name, conversation, max_tokens=2)
+        loop.run()
+        assert other.num_cached_tokens == cached
+        assert loop.tokens(name) == continuation(conversation, 2)
 
 
 def test_a_token_that_is_missing_is_an_error():

@@ -63,6 +63,17 @@ def test_generated_blocks_are_found_too(depth: int):
     assert loop.tokens("b") == continuation(conversation, 3)
 
 
+def test_generated_blocks_are_found_while_their_request_runs():
+    loop = Loop()
+    running = loop.add("a", PROMPT, max_tokens=20)
+    for _ in range(8):
+        loop.step()
+    request = loop.add("b", [*running.token_ids, 1], max_tokens=3)
+    loop.step()
+    assert request.num_cached_tokens == 16
+    loop.run()
+
+
 def test_salts_keep_prompts_apart():
     loop = Loop()
     loop.add("a", PROMPT, cache_salt="x")
