@@ -47,7 +47,7 @@ def logits_on(device: jax.Device, dtype: str, backend: str) -> tuple[np.ndarray,
     step = jax.jit(lambda p, b, c: _forward(model, p, b, c))
 
     def run(starts, counts, caches, decode_only):
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts)])
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         owner = np.repeat([0, 1], counts)
         slots = tables[owner, positions // BLOCK] * BLOCK + positions % BLOCK
         batch = ForwardBatch(
