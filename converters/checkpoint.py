@@ -83,6 +83,13 @@ def open_checkpoint(
     Raises:
         CheckpointError: nothing there, or not whole; the message names the file.
     """
+    try:
+        return _open(model, revision, load_format)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {model!r}: {error.strerror or error}.") from error
+
+
+def _open(model: str, revision: str | None, load_format: str) -> Checkpoint:
     path = locate(model, revision=revision, weights=load_format != "dummy")
     gguf = _gguf_of(path, load_format)
     if gguf is None:
@@ -104,6 +111,8 @@ def locate(model: str, *, revision: str | None = None, weights: bool = True) -> 
     """The local folder or file of `model`, downloaded (with or without weights) from the hub."""
     if model == "demo":
         return demo_path()
+    if not model:
+        raise CheckpointError("the model's name is empty: give a folder, a .gguf file or a hub id.")
     path = Path(model).expanduser()
     if path.exists():
         if revision is not None:

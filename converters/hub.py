@@ -30,7 +30,12 @@ def download(model: str, *, revision: str | None = None, weights: bool = True) -
         CheckpointError: no such model, no access, or not in the cache while offline.
     """
     folder = _snapshot(model, revision, _SMALL_FILES)
-    if not weights or not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"hub model {model!r} has no config.json. If it holds GGUF files, download one with "
+            f"`hf download {model} FILE.gguf` and give its path."
+        )
+    if not weights:
         return folder
     index = folder / INDEX_FILE
     files = [SINGLE_FILE]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)(?:\d+|\{[^}]*\})(?=\.)")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LoadReport:
             if not entries:
                 continue
             lines.append(f"  {title} ({len(entries)}):")
-            lines += [f"    {name}  {detail}" for name, detail in merge_layers(entries)]
+            lines += [f"    {name}  {detail}" for name, detail in merge_numbers(entries)]
         return "\n".join(lines + self.hints)
 
     def _sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -54,27 +54,35 @@ class LoadReport:
         ]
 
 
-def merge_layers(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Merges entries that differ in the layer number alone: "layers.{0..3,7}.mlp"."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, detail in entries:
-        groups[_NUMBER.sub("{}", name, count=1), detail].append(name)
-    merged = []
-    for (pattern, detail), names in groups.items():
-        if len(names) > 1:
-            numbers = {int(match.group()) for name in names if (match := _NUMBER.search(name))}
-            merged.append((pattern.replace("{}", "{" + _ranges(sorted(numbers)) + "}", 1), detail))
-        else:
-            merged.append((names[0], detail))
+def merge_numbers(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Merges entries that differ in one number of the name: "layers.{0..3,7}.mlp.weight"."""
+    merged = list(entries)
+    most = max((len(_NUMBER.findall(name)) for name, _ in merged), default=0)
+    for position in range(most):
+        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for name, detail in merged:
+            numbers = list(_NUMBER.finditer(name))
+            if position < len(numbers):
+                start, end = numbers[position].span()
+                groups[name[:start], name[end:], detail].append(name[start:end])
+            else:
+                groups[name, "", detail].append("")
+        merged = [
+            (before + _ranges(numbers) + after, detail)
+            for (before, after, detail), numbers in groups.items()
+        ]
     return merged
 
 
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 7] -> "0..2,7"."""
+def _ranges(texts: list[str]) -> str:
+    """["0", "1", "2", "7"] -> "{0..2,7}"; a single one stays as it is."""
+    if len(texts) == 1:
+        return texts[0]
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
+    for number in sorted(map(int, texts)):
+        if runs and number <= runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
+    text = ",".join(f"{first}..{last}" if last > first else f"{first}" for first, last in runs)
+    return "{" + text + "}"

@@ -77,6 +77,8 @@ def shorten(names: Iterable[str], limit: int = 8) -> str:
 
 def _open_single(path: Path) -> dict[str, SafetensorsFile]:
     file = path / SINGLE_FILE
+    if file.is_symlink() and not file.exists():
+        raise CheckpointError(f"{file} is a link to {file.readlink()}, which is not there.")
     if not file.is_file():
         raise CheckpointError(_no_weights(path))
     _report_leftovers(path, {SINGLE_FILE}, [])

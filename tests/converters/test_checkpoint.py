@@ -15,6 +15,11 @@ def test_a_missing_folder(model: str) -> None:
     assert error_of(model) == f"no model at {model!r}: there is no such file or folder."
 
 
+def test_names_that_can_be_no_model() -> None:
+    assert "name is empty" in error_of("")
+    assert "File name too long" in error_of("x" * 5000)
+
+
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
     assert error_of(folder) == (

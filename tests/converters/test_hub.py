@@ -81,6 +81,15 @@ def test_only_the_files_that_the_index_names_are_downloaded(
     assert len(asked) == 3
 
 
+def test_a_repository_without_config(hub_cache: Path) -> None:
+    commit = "0123456789012345678901234567890123456789"
+    repository = hub_cache / "models--owner--gguf"
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert "`hf download owner/gguf FILE.gguf`" in error_of("owner/gguf")
+
+
 @pytest.mark.parametrize(
     ("error_name", "expected"),
     [

@@ -119,6 +119,13 @@ def test_broken_json_is_named(folder: Path, name: str, text: str) -> None:
     assert str(folder / name) in error_of(folder)
 
 
+def test_a_link_to_nowhere_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.symlink_to("../blobs/0123")
+    assert error_of(folder) == f"{file} is a link to ../blobs/0123, which is not there."
+
+
 def test_generation_config_is_optional(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert open_checkpoint(str(folder)).generation_config == {}
