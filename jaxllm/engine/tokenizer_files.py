@@ -105,8 +105,9 @@ def _from_folder(folder: Path) -> TokenizerFiles:
     named = {name: token.content for name, token in special.items()}
     if isinstance(config.get("extra_special_tokens"), Mapping):
         named |= {name: _added(token).content for name, token in extra.items()}
+    # add_bos_token and add_eos_token are not looked at: where there is a tokenizer.json, its
+    # post-processor decides (transformers 5 does the same).
     _add_tokens(backend, config, [*special.values(), *extra.values()])
-    _set_flags(backend, config, named)
     return TokenizerFiles(backend, named, read_templates(folder, config), generation_config)
 
 
@@ -153,23 +154,6 @@ def _add_tokens(
             options = {key: value for key, value in token.items() if key != "content"}
             backend.add_tokens([AddedToken(token["content"], **options)])
     backend.add_special_tokens(special)
-
-
-def _set_flags(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
-) -> None:
-    """Follows add_bos_token and add_eos_token where tokenizer_config.json has them."""
-    from jaxllm.converters.gguf_tokenizer import set_bos_eos
-
-    flags = {name: config.get(f"add_{name}") for name in ("bos_token", "eos_token")}
-    if all(flag is None for flag in flags.values()):
-        return
-    around = backend.encode("", add_special_tokens=True).tokens
-    wanted: dict[str, str | None] = {}
-    for name, flag in flags.items():
-        token = named.get(name)
-        wanted[name] = token if (token in around if flag is None else flag) else None
-    set_bos_eos(backend, wanted["bos_token"], wanted["eos_token"])
 
 
 def _through_transformers(folder: Path, generation_config: Mapping[str, Any]) -> TokenizerFiles:

@@ -41,7 +41,7 @@ PIECES = [
     "x = {'a': [1, 2]}", "https://example.com/?q=1&r=2", "<html><b>bold</b></html>", "C:\\path",
     "$100.50", "50%", "#include <stdio.h>", "for (int i=0;i<10;i++)", "\u200bzero\u200dwidth",
     "\xa0nbsp", "ﬁ ligature", "Ⅷ ½ ²", "—dash–", "“quotes”", "…", "A" * 40, "mixedCASE_snake-kebab",
-    "the The THE", "",
+    "the The THE", "", "ok.", "Hello, world!", "a-b", "  two blanks", "x\\ny", "(a)[b]{c}",
 ]  # fmt: skip
 
 
