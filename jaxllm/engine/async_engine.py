@@ -170,12 +170,10 @@ class AsyncEngine:
         stream = self._submit(requests)
         try:
             while stream.running:
-                item = await stream.queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item.finished:
-                    stream.running.discard(item.request_id)
-                yield item
+                output = await stream.get()
+                if output.finished:
+                    stream.running.discard(output.request_id)
+                yield output
         finally:
             self._abort(stream)
 

@@ -35,6 +35,25 @@ class ProcessedOutputs:
     aborts: list[str] = field(default_factory=list)
 
 
+def merge_delta(earlier: RequestOutput, later: RequestOutput) -> None:
+    """Adds the delta `later` to the delta `earlier`, which it follows."""
+    known = {completion.index: completion for completion in earlier.outputs}
+    for new in later.outputs:
+        old = known.get(new.index)
+        if old is None:
+            earlier.outputs.append(new)
+            continue
+        old.text += new.text
+        old.token_ids += new.token_ids
+        if new.logprobs is not None:
+            old.logprobs = [*(old.logprobs or ()), *new.logprobs]
+        old.cumulative_logprob = new.cumulative_logprob
+        old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+    earlier.finished = later.finished
+    earlier.num_cached_tokens = later.num_cached_tokens
+    earlier.error = later.error
+
+
 class _Completion:
     """One sequence, and what it has given (of a delta request: since that was last taken)."""
 
@@ -195,7 +214,8 @@ class OutputProcessor:
     def _take(self, state: _RequestState, completion: _Completion, output: EngineOutput) -> None:
         if completion.index == 0:
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
-            self._take_prompt_logprobs(state, output.prompt_logprobs)
+        # One sibling delivers them: the first, unless it was aborted before it ran.
+        self._take_prompt_logprobs(state, output.prompt_logprobs)
         detokenizer = completion.detokenizer
         last = len(output.new_token_ids) - 1
         for i, token_id in enumerate(output.new_token_ids):

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxllm.engine.errors import EngineError
-from jaxllm.engine.inputs import GenerationInput
+from jaxllm.engine.inputs import GenerationInput, OutputKind
 from jaxllm.engine.messages import AddRequest, encode
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.output_processor import OutputProcessor, merge_delta
 from jaxllm.engine.request_times import Observer, RequestTimes
 from jaxllm.outputs import EngineOutput, RequestOutput
 
@@ -25,7 +25,32 @@ class Stream:
     """
 
     running: set[str] = field(default_factory=set)
-    queue: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    _queue: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    _unread: dict[str, RequestOutput] = field(default_factory=dict)  # the last delta of a request
+
+    def put(self, output: RequestOutput, *, delta: bool) -> None:
+        """Queues news; a delta joins the one before it if that still waits to be taken.
+
+        So a consumer that cannot keep up gets fewer and larger pieces, and nothing piles up.
+        """
+        waiting = self._unread.get(output.request_id) if delta else None
+        if waiting is not None:
+            merge_delta(waiting, output)
+            return
+        self._queue.put_nowait(output)
+        if delta:
+            self._unread[output.request_id] = output
+
+    def fail(self, error: Exception) -> None:
+        self._queue.put_nowait(error)
+
+    async def get(self) -> RequestOutput:
+        """The next news; raises the error that ended the stream."""
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        self._unread.pop(item.request_id, None)
+        return item
 
 
 class StreamTable:
@@ -35,6 +60,7 @@ class StreamTable:
         self.processor = processor
         self.observer = observer
         self._streams: dict[str, Stream] = {}  # by request id
+        self._kinds: dict[str, OutputKind] = {}  # by request id
         self._times: dict[str, RequestTimes] = {}  # by sequence id
 
     @property
@@ -54,6 +80,7 @@ class StreamTable:
                 sequences = self.processor.add(request)
                 stream.running.add(request.request_id)
                 self._streams[request.request_id] = stream
+                self._kinds[request.request_id] = request.kind
                 messages.append(encode(AddRequest.of(sequences)))
                 for sequence in sequences:
                     self._times[sequence.request_id] = RequestTimes.of(sequence)
@@ -67,6 +94,7 @@ class StreamTable:
         sequences: list[str] = []
         for request_id in stream.running:
             self._streams.pop(request_id, None)
+            self._kinds.pop(request_id, None)
             sequences += self.processor.abort(request_id)
         stream.running.clear()
         for sequence_id in sequences:
@@ -97,15 +125,17 @@ class StreamTable:
             stream = self._streams[request_id]
             if request_output.finished:
                 del self._streams[request_id]
-            stream.queue.put_nowait(request_output)
+            stream.put(request_output, delta=self._kinds[request_id] == "delta")
+            if request_output.finished:
+                del self._kinds[request_id]
         return processed.aborts
 
     def fail_one(self, sequence_id: str, error: Exception) -> None:
         """Ends the stream that the sequence belongs to; its consumer forgets the rest."""
         stream = self._streams.get(sequence_id.rpartition("-")[0])
         if stream is not None:
-            stream.queue.put_nowait(error)
+            stream.fail(error)
 
     def fail_all(self, error: Exception) -> None:
         for stream in set(self._streams.values()):
-            stream.queue.put_nowait(error)
+            stream.fail(error)

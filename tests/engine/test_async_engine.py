@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,19 @@ async def test_several_requests_share_one_stream():
             ("a", 3),
             ("b", 7),
         ]
+
+
+async def test_a_slow_consumer_gets_larger_deltas_and_misses_nothing():
+    async with engine_running() as engine:
+        deltas = replace(request("a", max_tokens=40), kind="delta")
+        outputs = []
+        async for output in engine.generate(deltas):
+            outputs.append(output)
+            await asyncio.sleep(0.03)
+        tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+        assert tokens == list(range(1, 41))
+        assert len(outputs) < 20
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
 async def test_leaving_early_aborts_in_the_engine():

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxllm.engine.inputs import ContextLengthError, GenerationInput
-from jaxllm.engine.output_processor import OutputProcessor
+from jaxllm.engine.output_processor import OutputProcessor, merge_delta
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.engine.tokenizer_files import TokenizerFiles
 from jaxllm.outputs import EngineOutput, RequestOutput, TokenLogprobs
@@ -230,6 +230,29 @@ def test_deltas_carry_their_own_logprobs_and_the_whole_sum(processor):
         assert completion.logprobs is not None
         assert [list(entry) for entry in completion.logprobs] == [[i]]
         assert completion.cumulative_logprob == -(i + 1)
+
+
+def test_merged_deltas_are_what_one_step_would_have_given(tokenizer, processor):
+    """All of a request's deltas merged equal its final output."""
+
+    def news(i: int) -> list[EngineOutput]:
+        ids = tokenizer.encode("ab世x")
+        ends = i == len(ids) - 1
+        logprobs = [TokenLogprobs([ids[i]], [-0.5], 1)]
+        first = EngineOutput("r-0", [ids[i]], logprobs, num_cached_tokens=2)
+        last = EngineOutput("r-0", [ids[i]], logprobs, finish_reason="length", num_cached_tokens=2)
+        other = EngineOutput("r-1", [7], [TokenLogprobs([7], [-1.0], 1)])
+        stop = EngineOutput("r-1", [EOS], [TokenLogprobs([EOS], [-1.0], 1)], finish_reason="stop")
+        return [last if ends else first, *([other] if i == 2 else [stop] if i == 3 else [])]
+
+    results = {}
+    for kind in ("delta", "final"):
+        processor.add(request(kind=kind, n=2, logprobs=0))
+        outputs = [o for i in range(6) for o in processor.process(news(i)).request_outputs]
+        for later in outputs[1:]:
+            merge_delta(outputs[0], later)
+        results[kind] = outputs[0]
+    assert results["delta"] == results["final"]
 
 
 def test_prompt_logprobs_come_in_chunks_with_none_first(processor):
