@@ -111,7 +111,7 @@ def test_a_part_equals_the_part_of_the_whole(data: st.DataObject, demo: GgufChec
     whole = demo.read(layer + name)
     count = data.draw(st.integers(0, whole.ndim))
     index = tuple(data.draw(slices(size)) for size in whole.shape[:count])
-    np.testing.assert_array_equal(demo.read(name, index), whole[index])
+    np.testing.assert_array_equal(demo.read(layer + name, index), whole[index])
 
 
 def test_floats_are_not_widened(tmp_path: Path) -> None:
