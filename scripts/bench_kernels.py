@@ -8,6 +8,7 @@ random data and random block tables, and each call reads other blocks than the o
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -115,27 +116,26 @@ def serves(work: Workload, backend: Any) -> bool:
 def seconds_a_call(work: Workload, attend: Callable[..., jax.Array]) -> float:
     """Median device time of one call.
 
-    Calls of a B=1 decode are too short to dispatch one by one: a chain of them runs in one
-    program, each call's output being the next one's query.
+    A short call costs less than its dispatch: a chain of them runs in one program, each call's
+    output being the next one's query.
     """
-    chain = work.sets if work.unit == "us" else 1
     q, kv, tables, lens = arrays(work)
+    chain = max(work.sets, 2 if work.amount() > 1e11 else 8)
 
     @jax.jit
     def run(q, kv, tables, lens):
-        for table in tables:
-            q = attend(q, kv, table, lens)
+        for i in range(chain):
+            q = attend(q, kv, tables[i % len(tables)], lens)
         return q
 
-    groups = [tables] if chain > 1 else [[table] for table in tables]
-    repeats = 20 if chain > 1 else max(8, min(40, int(3e9 / max(work.amount(), 1.0))))
-    for group in groups * 2:
-        run(q, kv, group, lens).block_until_ready()
+    repeats = 10
+    for _ in range(3):
+        run(q, kv, tables, lens).block_until_ready()
     samples = []
     for _ in range(7):
         begin = time.perf_counter()
-        for i in range(repeats):
-            out = run(q, kv, groups[i % len(groups)], lens)
+        for _ in range(repeats):
+            out = run(q, kv, tables, lens)
         out.block_until_ready()
         samples.append((time.perf_counter() - begin) / repeats / chain)
     return statistics.median(samples)
@@ -151,34 +151,39 @@ def check_cases(backends: dict[str, Any], only: str, shard: tuple[int, int]) -> 
     """Runs the shared cases; prints those beyond the tolerance and returns how many there are."""
     failures = runs = 0
     worst: dict[tuple[str, str], float] = {}
-    for case, dtype in itertools.islice(
-        itertools.product(arg_specs.CASES, ("bfloat16", "float32")), shard[0], None, shard[1]
-    ):
-        if only not in case.name or not case.query_lens:
+    every = itertools.product(arg_specs.CASES, ("bfloat16", "float32"), backends.items())
+    for case, dtype, (name, backend) in itertools.islice(every, shard[0], None, shard[1]):
+        operation = "decode_attention" if case.decode_only else "ragged_attention"
+        if only not in case.name or not case.query_lens or not hasattr(backend, operation):
             continue
         case = dataclasses.replace(case, dtype=dtype)
-        operation = "decode_attention" if case.decode_only else "ragged_attention"
-        args, options = arg_specs.make_arguments(case)
+        arrays, options = arg_specs.make_arguments(case)
+        print(f"{name} {case.name} {dtype}", end=" ", flush=True)
+        try:
+            out = _jitted(getattr(backend, operation), options)(**arrays)
+        except NotImplementedError as refusal:
+            print(refusal)
+            continue
+        runs += 1
         rows = sum(case.query_lens)
-        expected = getattr(reference, operation)(**args, **options)[:rows]
-        for name, backend in backends.items():
-            function = getattr(backend, operation, None)
-            if function is None:
-                continue
-            try:
-                out = jax.jit(lambda f=function, a=args, o=options: f(**a, **o))()
-            except NotImplementedError:
-                continue
-            runs += 1
-            error = relative_error(out[:rows], expected)
-            finite = bool(jnp.isfinite(out).all())
-            worst[name, dtype] = max(worst.get((name, dtype), 0.0), error)
-            if not error <= TOLERANCE[dtype] or not finite:
-                failures += 1
-                print(f"WRONG {name} {case.name} {dtype}: error {error:.2e} finite {finite}")
+        expected = _jitted(getattr(reference, operation), options)(**arrays)[:rows]
+        error = relative_error(out[:rows], expected)
+        right = error <= TOLERANCE[dtype] and bool(jnp.isfinite(out).all())
+        worst[name, dtype] = max(worst.get((name, dtype), 0.0), error)
+        failures += not right
+        print(f"{error:.1e}" if right else f"WRONG {error:.1e}", flush=True)
     summary = ", ".join(f"{n} {d} {e:.1e}" for (n, d), e in sorted(worst.items()))
     print(f"checked {runs}, wrong {failures}; largest errors: {summary}", flush=True)
     return failures
+
+
+def _jitted(function: Callable[..., jax.Array], options: dict[str, Any]) -> Callable[..., Any]:
+    """The function with its options fixed, compiled; sinks count as an array."""
+    fixed = {k: v for k, v in options.items() if k != "sinks"}
+    return functools.partial(
+        jax.jit(functools.partial(function, **fixed)),
+        **({"sinks": options["sinks"]} if "sinks" in options else {}),
+    )
 
 
 def check_workload(work: Workload, attend: Callable[..., jax.Array]) -> float:
@@ -220,24 +225,26 @@ def bench(backends: dict[str, Any], only: str, write: bool) -> int:
 def candidates(work: Workload) -> Iterator[tuple[str, Any, Any]]:
     """The configurations that --tune tries: backend name, backend, configuration."""
     if work.queries == 1:
-        default = configs.decode_config(
-            work.requests, KV_HEADS, HEAD_DIM, int(work.lens.max()), jnp.bfloat16
-        )
-        splits = default.num_splits
-        for block_kv, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
-            if block_kv * stages <= 256:
-                yield "triton", triton, configs.DecodeConfig(block_kv, splits, warps, stages)
-        for other in (1, 2, 4, 8, 16, 32, 64):
-            if other != splits and splits / 8 <= other <= splits * 4:
-                yield "triton", triton, dataclasses.replace(default, num_splits=other)
+        context = int(work.lens.max())
+        default = configs.decode_config(work.requests, KV_HEADS, HEAD_DIM, context, jnp.bfloat16)
+        for block_kv, warps, stages in (
+            (64, 4, 3),
+            (64, 4, 2),
+            (64, 2, 3),
+            (32, 2, 3),
+            (128, 8, 2),
+        ):
+            sizes = {"block_kv": block_kv, "num_warps": warps, "num_stages": stages}
+            yield "triton", triton, dataclasses.replace(default, **sizes)
+        for splits in (default.num_splits // 2, default.num_splits * 2):
+            if splits:
+                yield "triton", triton, dataclasses.replace(default, num_splits=splits)
         return
     for block_kv, stages, programs in ((128, 2, 132), (128, 2, 0), (64, 2, 132), (64, 4, 132)):
         config = configs.MosaicConfig(block_kv, stages, programs)
         yield "mosaic_gpu", mosaic_gpu, config
-    for block_q, block_kv, warps, stages in (
-        (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 32, 4, 3),
-    ):  # fmt: skip
-        yield "triton", triton, configs.RaggedConfig(block_q, block_kv, warps, stages)
+    for sizes in ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)):
+        yield "triton", triton, configs.RaggedConfig(*sizes)
 
 
 def tune(only: str, most: float) -> None:
@@ -261,7 +268,7 @@ def tune(only: str, most: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="checks and times the attention kernels")
     parser.add_argument("--check-only", action="store_true", help="only the numerics")
     parser.add_argument("--no-check", action="store_true", help="only the timings")
     parser.add_argument("--shard", default="0/1", help="run part I of N of the cases, as I/N")

@@ -65,7 +65,8 @@ def decode_config(
 def num_splits(programs: int, tiles: int) -> int:
     """Splits a context, a power of two, so that `programs` of one split each fill the GPU.
 
-    Two programs run on a multiprocessor at once; more splits than tiles would have nothing to do.
+    Below that, a few programs wait for memory one after the other and leave it idle; above it,
+    merging costs more than it gains. More splits than tiles would have nothing to do.
     """
     limits = _table()["splits"]
     splits = 1

@@ -35,6 +35,8 @@ def ragged_attention(
         NotImplementedError: a head dim, block size, dtype or GPU that the kernel does not serve.
     """
     check_served(q, kv, block_size)
+    # One token alone needs no merging; XLA would also fail to compile the merge of a single row.
+    merge = seq_lens.shape[0] > 1
     if config is None:
         config = mosaic_config(q.shape[2], kv.dtype)
     scoring = Scoring(block_size, scale, sliding_window, logit_soft_cap)
@@ -44,11 +46,22 @@ def ragged_attention(
         num_tokens=q.shape[0],
         tile_tokens=mosaic_ragged.TILE_TOKENS,
         align=mosaic_ragged.ALIGN,
-        min_query_len=2,
+        min_query_len=2 if merge else 1,
     )
+    padded = jnp.pad(q, ((0, -q.shape[0] % mosaic_ragged.ALIGN), (0, 0), (0, 0)))
     out = mosaic_ragged.attend_tiles(
-        q, kv, block_tables, tiles, used, sinks, scoring=scoring, config=config
+        padded,
+        kv,
+        block_tables,
+        tiles,
+        used,
+        sinks,
+        num_tokens=q.shape[0],
+        scoring=scoring,
+        config=config,
     )
+    if not merge:
+        return out
     return query_tiles.attend_single_tokens(
         out,
         q,

@@ -29,18 +29,24 @@ _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-@functools.partial(jax.jit, static_argnames=("scoring", "config"))
-def attend_tiles(q, kv, block_tables, tiles, used, sinks, *, scoring: Scoring, config):
+@functools.partial(jax.jit, static_argnames=("num_tokens", "scoring", "config"))
+def attend_tiles(
+    q, kv, block_tables, tiles, used, sinks, *, num_tokens: int, scoring: Scoring, config
+):
     """Attention of the tiles' query tokens; rows of q outside all tiles stay unwritten.
 
     Args:
-        q: [T, N, H]; kv: [P*S, 2, K, H] of the same dtype.
+        q: [T, N, H], T rounded up to a multiple of ALIGN; kv: [P*S, 2, K, H] of the same dtype.
         tiles: i32[X, 6] and used i32[1], from `query_tiles` with TILE_TOKENS and ALIGN.
         sinks: f32[N] or None.
+        num_tokens: T.
     """
-    num_tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     programs = config.num_programs or tiles.shape[0] * heads
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    transforms = (
+        plgpu.TilingTransform((ALIGN, 64)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
     kv_scratch = plgpu.SMEM(
         (config.num_stages, config.block_kv, head_dim), q.dtype, transforms=transforms
     )
@@ -57,7 +63,7 @@ def attend_tiles(q, kv, block_tables, tiles, used, sinks, *, scoring: Scoring, c
             "q_smem": plgpu.SMEM((2, WG_ROWS, head_dim), q.dtype, transforms=transforms),
             "k_smem": kv_scratch,
             "v_smem": kv_scratch,
-            "out_smem": plgpu.SMEM((2, WG_ROWS, head_dim), q.dtype),
+            "out_smem": plgpu.SMEM((2, WG_ROWS, min(head_dim, 128)), q.dtype),
             "q_full": plgpu.Barrier(num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
             "kv_full": (
@@ -238,10 +244,14 @@ def _kernel(
 
             acc, _, total = carry
             acc /= lax.broadcast_in_dim(jnp.maximum(total, 1e-30), acc.shape, [0])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[wg] = acc.astype(out_ref.dtype)
-            plgpu.commit_smem()
-            _store_rows(out_smem.at[wg], out_ref, token, head, skip, wg_rows)
+            width = out_smem.shape[2]
+            for column in range(0, head_dim, width):
+                part = acc if width == head_dim else acc[:, column : column + width]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem[wg] = part.astype(out_ref.dtype)
+                plgpu.commit_smem()
+                columns = out_ref.at[:, head, pl.ds(column, width)]
+                _store_rows(out_smem.at[wg], columns, token, skip, wg_rows)
             return steps + stop - start
 
         lax.fori_loop(0, rounds, one_item, jnp.int32(0))
@@ -328,7 +338,7 @@ def _clear_unwritten(v_smem, base, seq_len):
             plgpu.commit_smem()
 
 
-def _store_rows(smem, out_ref, token, head, start, stop):
+def _store_rows(smem, out_ref, token, start, stop):
     """Copies rows start … stop-1 of a warpgroup's tile out; a copy's size is static, hence the
     powers of two."""
     count = jnp.maximum(stop - start, 0)
@@ -338,7 +348,7 @@ def _store_rows(smem, out_ref, token, head, start, stop):
         @pl.when((count & size) != 0)
         def _(start=start, size=size):
             plgpu.copy_smem_to_gmem(
-                smem.at[pl.ds(start, size)], out_ref.at[pl.ds(token + start, size), head]
+                smem.at[pl.ds(start, size)], out_ref.at[pl.ds(token + start, size)]
             )
 
         start += count & size

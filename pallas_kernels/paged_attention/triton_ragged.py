@@ -61,9 +61,11 @@ def ragged_attention(
         query_start,
         num_tokens=q.shape[0],
         tile_tokens=max(config.block_q // group, 1),
-        min_query_len=2,
+        min_query_len=2 if seq_lens.shape[0] > 1 else 1,
     )
     out = _attend(q, kv, block_tables, tiles, sinks, scoring, config, interpret)
+    if seq_lens.shape[0] == 1:
+        return out
     options = {
         "block_size": block_size,
         "scale": scale,
