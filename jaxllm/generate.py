@@ -128,6 +128,12 @@ def summary(output: RequestOutput, timing: Timing) -> str:
     return line
 
 
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings; one prompt needs no room, and no compiled programs, for more."""
+    config = make_config(EngineConfig, args)
+    return config if "max_num_seqs" in args else config.replace(max_num_seqs=1)
+
+
 def answer(args: argparse.Namespace, config: EngineConfig) -> None:
     """Loads the model, streams its answer to stdout and the timing to stderr."""
     prompt, params = read_prompt(args, sys.stdin), sampling_params(args)
@@ -153,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse(argv)
     try:
-        answer(args, make_config(EngineConfig, args))
+        answer(args, engine_config(args))
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ import pytest
 from jaxllm import generate
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
-SMALL = ["--max-model-len=128", "--max-num-seqs=1", "--max-num-batched-tokens=128"]
+SMALL = ["--max-model-len=128", "--max-num-batched-tokens=128"]
 SMALL += ["--compilation-cache-dir="]
 
 
@@ -44,6 +44,11 @@ def test_sampling_flags_reach_sampling_params():
     params = generate.sampling_params(args)
     assert (params.temperature, params.top_k, params.stop_strings) == (0.5, 7, ("a", "b"))
     assert generate.sampling_params(parse()).greedy
+
+
+def test_one_request_at_a_time_unless_asked_otherwise():
+    assert generate.engine_config(parse()).max_num_seqs == 1
+    assert generate.engine_config(parse("--max-num-seqs", "4")).max_num_seqs == 4
 
 
 def test_prompt_comes_from_the_flag_or_from_a_pipe():
