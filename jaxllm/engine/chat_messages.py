@@ -43,15 +43,13 @@ def _normalize(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"{place}.role must be one of {', '.join(_ROLES)}; got {role!r}.")
     normalized = {**message, "role": _ROLES[role]}
-    has_calls = bool(message.get("tool_calls")) or message.get("function_call") is not None
     content = message.get("content")
     if content is None and role in ("user", "system", "developer"):
         raise ValueError(f"{place}.content is missing: a {role} message needs text.")
     normalized["content"] = _text(content, f"{place}.content")
-    if has_calls and message.get("tool_calls"):
-        normalized["tool_calls"] = _tool_calls(message["tool_calls"], f"{place}.tool_calls")
-    elif message.get("tool_calls") is None:
-        normalized.pop("tool_calls", None)
+    calls = normalized.pop("tool_calls", None)
+    if calls:
+        normalized["tool_calls"] = _tool_calls(calls, f"{place}.tool_calls")
     return normalized
 
 

@@ -123,7 +123,12 @@ class Detokenizer:
 
 
 class _AdditiveDecoder:
-    """For tokenizers whose text is their tokens' bytes in a row: no token is decoded twice."""
+    """For tokenizers whose text is their tokens' bytes in a row: no token is decoded twice.
+
+    One text differs from `tokenizer.decode`'s: where byte tokens of a SentencePiece model form
+    characters and then something invalid, decode makes U+FFFD of them all, but the characters
+    have been given out by then.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip: frozenset[int]) -> None:
         self._bytes = tokenizer.bytes

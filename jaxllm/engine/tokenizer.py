@@ -5,7 +5,7 @@ for folders without a tokenizer.json.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -104,22 +104,22 @@ class Tokenizer:
         Raises:
             ValueError: the text is no valid Unicode (lone surrogates).
         """
-        return self.encode_batch([text], add_special_tokens)[0]
+        # Not as a batch of one: that starts the package's threads, which do not survive a fork.
+        return self._encode(
+            lambda: [self.backend.encode(text, add_special_tokens=add_special_tokens)],
+            add_special_tokens,
+        )[0]
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
         """The ids of several texts, worked on in parallel."""
-        try:
-            encodings = self.backend.encode_batch_fast(
+        return self._encode(
+            lambda: self.backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
-            )
-        except (TypeError, UnicodeError) as error:
-            raise ValueError(f"the prompt is no valid Unicode text: {error}.") from None
-        batch = [encoding.ids for encoding in encodings]
-        if add_special_tokens and self.adds_bos:
-            batch = [self._with_one_bos(ids) for ids in batch]
-        return batch
+            ),
+            add_special_tokens,
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The ids' text; what is no valid UTF-8 becomes U+FFFD, ids out of range are nothing."""
@@ -194,6 +194,17 @@ class Tokenizer:
             **{**self.special_tokens, "tools": tools, "documents": documents, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _encode(
+        self, run: Callable[[], list[tokenizers.Encoding]], add_special_tokens: bool
+    ) -> list[list[int]]:
+        try:
+            batch = [encoding.ids for encoding in run()]
+        except (TypeError, UnicodeError) as error:
+            raise ValueError(f"the prompt is no valid Unicode text: {error}.") from None
+        if add_special_tokens and self.adds_bos:
+            batch = [self._with_one_bos(ids) for ids in batch]
+        return batch
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
