@@ -5,6 +5,9 @@ Gimelshein, arXiv:1805.02867) and stops at the longest context of the step: neit
 the block tables nor the size of the cache costs time.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -13,6 +16,7 @@ CHUNK_TOKENS = 128
 """Context tokens a pass gathers for each row; small enough to stay in a CPU's cache."""
 TILE_TOKENS = 16
 """Query tokens of one request that share a gathered context in `ragged_attention`."""
+_HIGHEST = lax.Precision.HIGHEST
 _MASKED = -1e30
 """The score of a masked position: finite, so that a row without any context never makes a NaN."""
 
@@ -142,48 +146,92 @@ def _attend(
     start_block = jnp.zeros_like(first)
     if sliding_window is not None:
         start_block = jnp.maximum(first - sliding_window + 1, 0) // block_size
-    position = first[:, None] + jnp.arange(queries, dtype=jnp.int32)
-    grouped = q.astype(jnp.float32).reshape(rows, queries, kv_heads, group, head_dim) * scale
+    position = (first[:, None] + jnp.arange(queries, dtype=jnp.int32))[:, :, None]
+    # Each kv head's queries together: [R, K, Q = M * G, H]
+    split = (q.astype(jnp.float32) * scale).reshape(rows, queries, kv_heads, group, head_dim)
+    grouped = jnp.moveaxis(split, 2, 1).reshape(rows, kv_heads, queries * group, head_dim)
+    score, mix = _together(grouped) if queries == 1 else _by_kv_head(grouped)
+
+    def gather(ids, which):
+        # One indexing, not a slice first: that would copy half the cache.
+        context = blocks.at[ids, :, which].get(mode="clip")
+        return context.reshape(rows, chunk, kv_heads, head_dim).astype(jnp.float32)
 
     def step(i, carry):
         top, total, acc = carry
         index = start_block[:, None] + i * chunk_blocks + jnp.arange(chunk_blocks, dtype=jnp.int32)
         ids = jnp.take_along_axis(block_tables, index, axis=1, mode="clip")
-        context = jnp.take(blocks, ids, axis=0, mode="clip").astype(jnp.float32)
         where = (start_block * block_size + i * chunk)[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         owned = where < stop[:, None]
-        # A stale slot may hold a NaN of another request, and zero weight times NaN is NaN.
-        context = jnp.where(
-            owned[:, :, None, None, None],
-            context.reshape(rows, chunk, 2, kv_heads, head_dim),
-            0.0,
-        )
-        scores = jnp.einsum(
-            "rmkgh,rckh->rkgmc", grouped, context[:, :, 0], precision=lax.Precision.HIGHEST
-        )
+        seen = owned[:, None] & (where[:, None] <= position)
+        if sliding_window is not None:
+            seen &= where[:, None] > position - sliding_window
+        seen = jnp.repeat(seen, group, axis=1)[:, None]  # [R, 1, Q, C]
+
+        scores = score(gather(ids, 0))
         if logit_soft_cap is not None:
             scores = logit_soft_cap * jnp.tanh(scores / logit_soft_cap)
-        seen = owned[:, None] & (where[:, None] <= position[:, :, None])
-        if sliding_window is not None:
-            seen &= where[:, None] > position[:, :, None] - sliding_window
-        seen = seen[:, None, None]  # [R, 1, 1, M, C]
-
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1, where=seen, initial=_MASKED))
+        new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, _MASKED), axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
-        acc = acc * shrink[..., None] + jnp.einsum(
-            "rkgmc,rckh->rkgmh", weights, context[:, :, 1], precision=lax.Precision.HIGHEST
-        )
+        # A stale slot may hold a NaN of another request, and zero weight times NaN is NaN.
+        values = jnp.where(owned[:, :, None, None], gather(ids, 1), 0.0)
+        acc = acc * shrink[..., None] + mix(weights, values)
         return new_top, total * shrink + jnp.sum(weights, axis=-1), acc
 
-    shape = (rows, kv_heads, group, queries)
+    shape = grouped.shape[:-1]
     if sinks is None:
         top, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:  # as if each row had already seen one position with this logit and a value of zero
-        top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1), shape)
-        total = jnp.ones(shape, jnp.float32)
+        by_head = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, queries))
+        top, total = jnp.broadcast_to(by_head, shape), jnp.ones(shape, jnp.float32)
     trips = jnp.max((stop - start_block * block_size + chunk - 1) // chunk)
-    acc = jnp.zeros((*shape, head_dim), jnp.float32)
-    _, total, acc = lax.fori_loop(0, trips, step, (top, total, acc))
-    out = acc / jnp.maximum(total, 1e-30)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+    _, total, acc = lax.fori_loop(0, trips, step, (top, total, jnp.zeros_like(grouped)))
+    out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    out = out.reshape(rows, kv_heads, queries, group, head_dim)
+    return jnp.moveaxis(out, 1, 2).reshape(q.shape)
+
+
+class _Products(NamedTuple):
+    """The two matrix products of attention, for queries fixed beforehand."""
+
+    score: Callable[[Float[Array, "R C K H"]], Float[Array, "R K Q C"]]
+    mix: Callable[[Float[Array, "R K Q C"], Float[Array, "R C K H"]], Float[Array, "R K Q H"]]
+
+
+def _by_kv_head(q: Float[Array, "R K Q H"]) -> _Products:
+    """A product for each row and kv head."""
+
+    def score(keys):
+        return jnp.einsum("rkqh,rckh->rkqc", q, keys, precision=_HIGHEST)
+
+    def mix(weights, values):
+        return jnp.einsum("rkqc,rckh->rkqh", weights, values, precision=_HIGHEST)
+
+    return _Products(score, mix)
+
+
+def _together(q: Float[Array, "R K Q H"]) -> _Products:
+    """One product a row: each query in the place of its kv head, zeros in the others'.
+
+    It does K times the arithmetic, yet for the few queries of a decode step a CPU needs half the
+    time of K small products, whose keys and values would have to be transposed first.
+    """
+    rows, kv_heads, queries, head_dim = q.shape
+    own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+    spread = (q[:, :, :, None] * own).reshape(rows, kv_heads * queries, kv_heads * head_dim)
+
+    # K and H are one axis here: XLA would transpose the keys to contract over two.
+    def score(keys):
+        keys = keys.reshape(rows, -1, kv_heads * head_dim)
+        scores = jnp.einsum("rad,rcd->rac", spread, keys, precision=_HIGHEST)
+        return scores.reshape(rows, kv_heads, queries, -1)
+
+    def mix(weights, values):
+        weights = weights.reshape(rows, kv_heads * queries, -1)
+        values = values.reshape(rows, -1, kv_heads * head_dim)
+        mixed = jnp.einsum("rac,rcd->rad", weights, values, precision=_HIGHEST)
+        mixed = mixed.reshape(rows, kv_heads, queries, kv_heads, head_dim)
+        return jnp.stack([mixed[:, k, :, k] for k in range(kv_heads)], axis=1)
+
+    return _Products(score, mix)
