@@ -88,8 +88,6 @@ class SafetensorsFile:
             return np.empty(info.shape, info.dtype)[index or ()]
         self._advise(start, info.nbytes)
         flat = np.frombuffer(self._map, np.uint8, info.nbytes, start)
-        if start % info.dtype.alignment:
-            flat = flat.copy()
         return flat.view(info.dtype).reshape(info.shape)[index or ()]
 
     def _advise(self, start: int, nbytes: int) -> None:
