@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.engine_process import Engine, EngineProcess, make_llm_engine
+from jaxllm.engine.engine_loop import Engine, make_llm_engine
+from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.errors import (
     EngineDeadError,
     EngineError,

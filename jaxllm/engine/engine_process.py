@@ -1,203 +1,22 @@
-"""The engine in a process of its own: the loop that runs there, and the front's handle on it."""
+"""The front's handle on the engine process."""
 
 import contextlib
-import faulthandler
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
-import threading
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
 
 import zmq
-from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.messages import (
-    AbortRequests,
-    AddRequest,
-    AskStats,
-    Failed,
-    Outputs,
-    Ready,
-    Rejected,
-    Shutdown,
-    Stats,
-    ToEngine,
-    ToFront,
-    decode_to_engine,
-    decode_to_front,
-    encode,
-)
-from jaxllm.outputs import EngineOutput, EngineStats
-from jaxllm.request import Request
+from jaxllm.engine.engine_loop import Engine, engine_main, make_llm_engine, open_socket
+from jaxllm.engine.messages import Shutdown, ToEngine, ToFront, decode_to_front, encode
 
-logger = logging.getLogger(__name__)
-
-LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
-LOG_DATE_FORMAT = "%m-%d %H:%M:%S"
-STATS_INTERVAL_S = 0.25
-FLUSH_MS = 2000
-# What a start raises when the user can mend it; the message alone is shown then.
-EXPECTED_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError, ImportError)
-
-
-class Engine(Protocol):
-    """The part of LLMEngine that the process needs."""
-
-    config: EngineConfig
-    vocab_size: int
-    eos_token_ids: Any
-    generation_config: dict[str, Any]
-
-    def add_request(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> Any: ...
-    def step(self) -> list[EngineOutput]: ...
-    def has_unfinished(self) -> bool: ...
-    def stats(self) -> EngineStats: ...
-
-
-def make_llm_engine(config: EngineConfig) -> Engine:
-    """The real engine; imported here, since the front must not load jax."""
-    from jaxllm.engine.llm_engine import LLMEngine
-
-    return LLMEngine(config, offline=False)
-
-
-class EngineLoop:
-    """Takes messages, steps the engine, sends what came of it. Runs in the engine process."""
-
-    def __init__(self, engine: Engine, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
-        self.engine = engine
-        self.inbox = inbox
-        self.outbox = outbox
-        self.running = True
-        self.next_stats = 0.0
-
-    def run(self) -> None:
-        engine = self.engine
-        self.send(
-            Ready(
-                config=engine.config,
-                vocab_size=engine.vocab_size,
-                eos_token_ids=sorted(engine.eos_token_ids),
-                generation_config=dict(engine.generation_config),
-                stats=engine.stats(),
-            )
-        )
-        while self.running:
-            self.take_messages(block=not engine.has_unfinished())
-            if self.running and engine.has_unfinished():
-                self.send_outputs(engine.step())
-
-    def take_messages(self, *, block: bool) -> None:
-        """Handles all that waits; with `block`, waits for the first message."""
-        if block:
-            self.inbox.poll()
-        while self.running and self.inbox.poll(0):
-            self.handle(decode_to_engine(self.inbox.recv()))
-
-    def handle(self, message: ToEngine) -> None:
-        match message:
-            case AddRequest():
-                self.add(message)
-            case AbortRequests(request_ids=request_ids):
-                for request_id in request_ids:
-                    self.engine.abort(request_id)
-            case AskStats(ticket=ticket):
-                self.send(Stats(ticket, self.engine.stats()))
-            case Shutdown():
-                self.running = False
-
-    def add(self, message: AddRequest) -> None:
-        """Adds the n sequences, all or none: a refusal concerns this request alone."""
-        added: list[str] = []
-        try:
-            for request in message.requests():
-                self.engine.add_request(request)
-                added.append(request.request_id)
-        except ValueError as error:
-            for request_id in added:
-                self.engine.abort(request_id)
-            self.send(Rejected(message.request_ids, str(error)))
-
-    def send_outputs(self, outputs: list[EngineOutput]) -> None:
-        now = time.monotonic()
-        stats = None
-        if now >= self.next_stats or not self.engine.has_unfinished():
-            stats = self.engine.stats()
-            self.next_stats = now + STATS_INTERVAL_S
-        # An empty message too is a sign of life (a long prefill gives no tokens for a while).
-        self.send(Outputs(outputs, stats))
-
-    def send(self, message: ToFront) -> None:
-        self.outbox.send(encode(message))
-
-
-def engine_main(
-    config: EngineConfig, address: str, make_engine: Callable[[EngineConfig], Engine], level: int
-) -> None:
-    """Entry point of the engine process; leaves by os._exit, 0 after a Shutdown, else 1."""
-    # The front says when to stop; a Ctrl-C in the terminal reaches both processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # tqdm's own lock is a semaphore of the system's, which an abrupt end would leave behind.
-    tqdm.set_lock(threading.RLock())
-    logging.basicConfig(level=level, format=LOG_FORMAT, datefmt=LOG_DATE_FORMAT)
-    folder = os.path.dirname(address.removeprefix("ipc://"))
-    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
-    context = zmq.Context()
-    inbox = _socket(context, zmq.PULL)
-    outbox = _socket(context, zmq.PUSH)
-    inbox.connect(address + ".in")
-    outbox.connect(address + ".out")
-    code, started = 1, False
-    try:
-        engine = make_engine(config)
-        started = True
-        EngineLoop(engine, inbox, outbox).run()
-        code = 0
-    except BaseException as error:  # whatever it is, the front must hear of it
-        outbox.send(encode(_failure(error, started)))
-    outbox.close(linger=FLUSH_MS)
-    inbox.close(linger=0)
-    context.term()
-    sys.stdout.flush()
-    # Not a plain return: a broken device runtime may hang in its exit handlers.
-    os._exit(code)
-
-
-def _failure(error: BaseException, started: bool) -> Failed:
-    text = str(error)
-    # XLA has no error type of its own for this.
-    no_memory = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in text
-    expected = not started and (no_memory or isinstance(error, EXPECTED_ERRORS))
-    # The type's name helps with a bug, not with a refused flag or file.
-    message = text if expected and text else f"{type(error).__name__}: {text}"
-    return Failed(message, traceback.format_exc(), expected)
-
-
-def _exit_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-
-def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
-    socket = context.socket(kind)
-    socket.set_hwm(0)  # never block the sender, never drop
-    return socket
+LONGEST_FOLDER = 80  # a socket's path must stay under 108 bytes
 
 
 class EngineProcess:
@@ -214,13 +33,13 @@ class EngineProcess:
         make_engine: Callable[[EngineConfig], Engine] = make_llm_engine,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="jaxllm-"))
-        if len(str(self.folder)) > 80:  # a socket's path must stay under 108 bytes
+        if len(str(self.folder)) > LONGEST_FOLDER:
             shutil.rmtree(self.folder)
             self.folder = Path(tempfile.mkdtemp(prefix="jaxllm-", dir="/tmp"))
         address = f"ipc://{self.folder}/engine"
         self.context = zmq.Context()
-        self.to_engine = _socket(self.context, zmq.PUSH)
-        self.from_engine = _socket(self.context, zmq.PULL)
+        self.to_engine = open_socket(self.context, zmq.PUSH)
+        self.from_engine = open_socket(self.context, zmq.PULL)
         self.to_engine.bind(address + ".in")
         self.from_engine.bind(address + ".out")
         # spawn, not fork: jax and threads do not survive a fork.
@@ -229,10 +48,14 @@ class EngineProcess:
             args=(config, address, make_engine, logging.getLogger().getEffectiveLevel()),
             name="jaxllm-engine",
         )
-        self.process.start()
+        self.closed = False
+        try:
+            self.process.start()
+        except BaseException:
+            self._free()
+            raise
         self.sentinel: int = self.process.sentinel
         self.fd: int = self.from_engine.getsockopt(zmq.FD)  # pyright: ignore[reportAttributeAccessIssue]
-        self.closed = False
 
     @property
     def pid(self) -> int | None:
@@ -283,6 +106,9 @@ class EngineProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self._free()
+
+    def _free(self) -> None:
         self.closed = True
         self.to_engine.close(linger=0)
         self.from_engine.close(linger=0)

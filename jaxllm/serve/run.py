@@ -11,13 +11,14 @@ import uvicorn
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.async_engine import AsyncEngine
-from jaxllm.engine.engine_process import LOG_DATE_FORMAT, LOG_FORMAT
+from jaxllm.engine.engine_loop import LOG_DATE_FORMAT, LOG_FORMAT
 from jaxllm.engine.errors import EngineStartError
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.serve.app import make_app
 from jaxllm.serve.args import parse_args
 from jaxllm.serve.listen import ListenError, open_socket, shown_url
 from jaxllm.serve.metrics import Metrics
+from jaxllm.serve.middleware import OPEN_PATHS
 from jaxllm.serve.options import ServeConfig
 from jaxllm.serve.state import ServerState
 
@@ -152,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     """`python -m jaxllm.serve`; returns the exit code."""
     config, serve_config, warnings = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATE_FORMAT)
+    logging.getLogger("uvicorn.access").addFilter(_worth_a_line)
     for warning in warnings:
         logger.warning("%s", warning)
     try:
@@ -164,6 +166,11 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     with sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(config, serve_config, sock))
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Leaves out of the access log what probes ask every second."""
+    return not (isinstance(record.args, tuple) and OPEN_PATHS.intersection(map(str, record.args)))
 
 
 def _loop_factory():

@@ -18,7 +18,7 @@ STEP_S = 0.002
 
 
 class ScriptedEngine:
-    """The Engine protocol of jaxllm/engine/engine_process.py."""
+    """The Engine protocol of jaxllm/engine/engine_loop.py."""
 
     def __init__(self, config: EngineConfig) -> None:
         if config.model == "no-such-model":

@@ -25,6 +25,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tmp_path_factory.mktemp("server") / "log",
         *("--model", str(tiny_model), "--served-model-name", NAME, "alias"),
         *COMMON_FLAGS,
+        *("--max-body-bytes", "3000000"),
     )
     yield server
     server.stop()

@@ -145,6 +145,11 @@ def test_bad_json(http, content):
     assert error["code"] == "invalid_json"
 
 
+def test_a_body_that_is_too_large(http):
+    error = error_of(http.post(TEXT, json={"prompt": "x" * 3_000_000}), 413)
+    assert error["code"] == "body_too_large"
+
+
 def test_other_content_types(http):
     response = http.post(TEXT, data={"prompt": "hi"})
     assert error_of(response, 400)["code"] == "invalid_content_type"
