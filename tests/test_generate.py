@@ -13,7 +13,7 @@ from jaxllm import generate
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
 SMALL = ["--max-model-len=128", "--max-num-batched-tokens=128"]
-SMALL += ["--compilation-cache-dir="]
+SMALL += ["--compilation-cache-dir=", "--enforce-eager"]
 
 
 def parse(*argv: str):
