@@ -117,10 +117,15 @@ class AsyncEngine:
         if self.state == "starting":
             self.state = "ready"
 
-    def stop(self) -> None:
-        """Ends all requests with EngineStoppedError and takes no more."""
+    def drain(self) -> None:
+        """Takes no more requests; those that run go on."""
         if self.state in ("starting", "ready"):
             self.state = "stopping"
+
+    def stop(self) -> None:
+        """Takes no more requests and ends those that run with EngineStoppedError."""
+        self.drain()
+        if self.state == "stopping":
             self._fail_all(EngineStoppedError("The server is shutting down."))
 
     async def close(self) -> None:
@@ -242,9 +247,10 @@ class AsyncEngine:
             case Stats(ticket=ticket, stats=stats):
                 self.last_stats = stats
                 self._watchdog.answer(ticket, stats)
-            case Rejected(request_ids=request_ids, message=text):
+            case Rejected(request_ids=request_ids, message=text, internal=internal):
+                error = EngineError(f"Internal error: {text}") if internal else None
                 if self._streams is not None:
-                    self._streams.fail_one(request_ids[0], RequestRejectedError(text))
+                    self._streams.fail_one(request_ids[0], error or RequestRejectedError(text))
             case Ready():
                 if not self._ready.done():
                     self._ready.set_result(message)
@@ -255,7 +261,7 @@ class AsyncEngine:
         """The process has ended: seen at once, also when nobody waits for anything."""
         self._loop.remove_reader(self._process.sentinel)
         self._on_messages()  # its last words may still be unread
-        if self.state not in ("dead", "stopping"):
+        if self.state != "dead":
             self._fail(Failed(self._process.exit_message(), "", expected=True))
 
     def _fail(self, failure: Failed) -> None:

@@ -36,6 +36,8 @@ from jaxllm.engine.messages import (
 from jaxllm.outputs import EngineOutput, EngineStats
 from jaxllm.request import Request
 
+logger = logging.getLogger(__name__)
+
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 LOG_DATE_FORMAT = "%m-%d %H:%M:%S"
 STATS_INTERVAL_S = 0.25
@@ -118,10 +120,13 @@ class EngineLoop:
             for request in message.requests():
                 self.engine.add_request(request)
                 added.append(request.request_id)
-        except ValueError as error:
+        except Exception as error:
+            internal = not isinstance(error, ValueError)
+            if internal:
+                logger.exception("A request could not be added")
             for request_id in added:
                 self.engine.abort(request_id)
-            self.send(Rejected(message.request_ids, str(error)))
+            self.send(Rejected(message.request_ids, str(error), internal))
 
     def send_outputs(self, outputs: list[EngineOutput]) -> None:
         now = time.monotonic()

@@ -87,10 +87,15 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Rejected(msgspec.Struct, tag="rejected"):
-    """The engine refused a request when it was added; nothing of it is kept."""
+    """The engine refused a request when it was added; nothing of it is kept.
+
+    Attributes:
+        internal: a bug of ours and no fault of the request.
+    """
 
     request_ids: list[str]
     message: str
+    internal: bool = False
 
 
 class Stats(msgspec.Struct, tag="stats"):

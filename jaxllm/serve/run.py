@@ -53,6 +53,7 @@ class Server(uvicorn.Server):
             self._stopping = self._loop.create_task(self._stop())
 
     async def _stop(self) -> None:
+        self.engine.drain()
         end = self._loop.time() + self.drain_s
         while self.engine.num_unfinished and self._loop.time() < end:
             await asyncio.sleep(0.05)

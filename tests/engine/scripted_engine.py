@@ -13,7 +13,7 @@ from jaxllm.outputs import EngineOutput, EngineStats, TokenLogprobs
 from jaxllm.request import Request
 
 VOCAB_SIZE, CONTEXT = 300, 64
-REFUSE, CRASH, EXIT, HANG, FAIL = 101, 102, 103, 104, 105
+REFUSE, CRASH, EXIT, HANG, FAIL, BUG = 101, 102, 103, 104, 105, 106
 STEP_S = 0.002
 
 
@@ -38,6 +38,8 @@ class ScriptedEngine:
     def add_request(self, request: Request) -> None:
         if request.prompt_token_ids[0] == REFUSE and request.request_id.endswith("-1"):
             raise ValueError("prompt needs 9 blocks, the cache has 8")
+        if request.prompt_token_ids[0] == BUG:
+            raise TypeError("a bug")
         self.requests[request.request_id] = request
 
     def abort(self, request_id: str) -> None:

@@ -17,6 +17,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.async_engine import AsyncEngine
 from jaxllm.engine.errors import (
     EngineDeadError,
+    EngineError,
     EngineStartError,
     EngineStoppedError,
     RequestRejectedError,
@@ -26,7 +27,7 @@ from jaxllm.engine.request_times import Observer
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from tests.engine import scripted_engine
-from tests.engine.scripted_engine import CRASH, EXIT, FAIL, HANG, REFUSE, ScriptedEngine
+from tests.engine.scripted_engine import BUG, CRASH, EXIT, FAIL, HANG, REFUSE, ScriptedEngine
 
 
 def make(**kwargs: Any) -> AsyncEngine:
@@ -132,6 +133,13 @@ async def test_a_refused_request_is_refused_alone_and_wholly():
         assert engine.num_unfinished == 0
 
 
+async def test_a_bug_in_adding_a_request_ends_that_request_only():
+    async with engine_running() as engine:
+        with pytest.raises(EngineError, match="a bug"):
+            await collect(engine, request("bad", BUG))
+        assert (await collect(engine, request("good")))[0].finished
+
+
 async def test_a_failed_request_says_why_and_harms_no_other():
     async with engine_running() as engine:
         good, (bad,) = await asyncio.gather(
@@ -215,6 +223,16 @@ async def test_stopping_ends_requests_and_takes_no_more():
             await waiting
         with pytest.raises(EngineStoppedError):
             await collect(engine, request("b"))
+
+
+async def test_draining_lets_requests_end_and_takes_no_more():
+    async with engine_running() as engine:
+        waiting = asyncio.ensure_future(collect(engine, request("a", max_tokens=40)))
+        await asyncio.sleep(0.02)
+        engine.drain()
+        with pytest.raises(EngineStoppedError):
+            await collect(engine, request("b"))
+        assert (await waiting)[0].finished
 
 
 class Recorder(Observer):
