@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 CHUNK_TOKENS = 128
 """Context tokens a pass gathers for each row; small enough to stay in a CPU's cache."""
@@ -143,10 +143,9 @@ def _attend(
     chunk_blocks = max(1, min(CHUNK_TOKENS // block_size, block_tables.shape[1]))
     chunk = chunk_blocks * block_size
 
-    start_block = jnp.zeros_like(first)
-    if sliding_window is not None:
-        start_block = jnp.maximum(first - sliding_window + 1, 0) // block_size
-    position = (first[:, None] + jnp.arange(queries, dtype=jnp.int32))[:, :, None]
+    window = sliding_window
+    start_block = 0 * first if window is None else jnp.maximum(first - window + 1, 0) // block_size
+    position = first[:, None] + jnp.arange(queries, dtype=jnp.int32)
     # Each kv head's queries together: [R, K, Q = M * G, H]
     split = (q.astype(jnp.float32) * scale).reshape(rows, queries, kv_heads, group, head_dim)
     grouped = jnp.moveaxis(split, 2, 1).reshape(rows, kv_heads, queries * group, head_dim)
@@ -163,9 +162,7 @@ def _attend(
         ids = jnp.take_along_axis(block_tables, index, axis=1, mode="clip")
         where = (start_block * block_size + i * chunk)[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         owned = where < stop[:, None]
-        seen = owned[:, None] & (where[:, None] <= position)
-        if sliding_window is not None:
-            seen &= where[:, None] > position - sliding_window
+        seen = owned[:, None] & _visible(where, position, window)
         seen = jnp.repeat(seen, group, axis=1)[:, None]  # [R, 1, Q, C]
 
         scores = score(gather(ids, 0))
@@ -179,17 +176,35 @@ def _attend(
         acc = acc * shrink[..., None] + mix(weights, values)
         return new_top, total * shrink + jnp.sum(weights, axis=-1), acc
 
-    shape = grouped.shape[:-1]
-    if sinks is None:
-        top, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
-    else:  # as if each row had already seen one position with this logit and a value of zero
-        by_head = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, queries))
-        top, total = jnp.broadcast_to(by_head, shape), jnp.ones(shape, jnp.float32)
+    top, total = _before_any_context(grouped.shape[:-1], sinks)
     trips = jnp.max((stop - start_block * block_size + chunk - 1) // chunk)
     _, total, acc = lax.fori_loop(0, trips, step, (top, total, jnp.zeros_like(grouped)))
-    out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    out = out.reshape(rows, kv_heads, queries, group, head_dim)
-    return jnp.moveaxis(out, 1, 2).reshape(q.shape)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    out = jnp.moveaxis(out.reshape(rows, kv_heads, queries, group, head_dim), 1, 2)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _visible(
+    where: Int[Array, "R C"], position: Int[Array, "R M"], sliding_window: int | None
+) -> Bool[Array, "R M C"]:
+    """Which context positions each query may see."""
+    context, query = where[:, None, :], position[:, :, None]
+    if sliding_window is None:
+        return context <= query
+    return (context <= query) & (context > query - sliding_window)
+
+
+def _before_any_context(
+    shape: tuple[int, ...], sinks: Float[Array, " N"] | None
+) -> tuple[Float[Array, "R K Q"], Float[Array, "R K Q"]]:
+    """The running maximum and sum of the softmax; `shape` is (R, K, Q)."""
+    if sinks is None:
+        return jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    # As if each query had already seen one position with this logit and a value of zero.
+    kv_heads, queries = shape[1:]
+    by_group = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    by_head = jnp.tile(by_group, (1, queries // by_group.shape[1]))
+    return jnp.broadcast_to(by_head, shape), jnp.ones(shape, jnp.float32)
 
 
 class _Products(NamedTuple):

@@ -87,7 +87,7 @@ class Tiny:
         config_json = torch_model.config.to_dict() | config_changes
         model_class = resolve(config_json["architectures"])
         self.config = model_class.Config.from_hf(config_json)
-        self.dtype = dtype
+        self.dtype = dtype = jnp.dtype(dtype)
         weights = {k: v.detach().numpy() for k, v in torch_model.state_dict().items()}
         self.params = make_params(weights, self.config, dtype)
         graphdef, abstract = abstract_model(model_class, self.config, dtype)
@@ -176,7 +176,7 @@ def abstract_model(
     """The graph definition and the flat abstract parameters."""
     mesh = make_mesh(tp)
     with jax.set_mesh(mesh):
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: model_class(config, dtype)))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: model_class(config, jnp.dtype(dtype))))
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(state))
     return graphdef, {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
