@@ -44,12 +44,27 @@ def _table() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("configs.json").read_text())
 
 
+_SHARED_KIB = {"7.5": 64, "8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "12.0": 99, "12.1": 99}
+"""Shared memory that a program may use, by compute capability; others have Hopper's 227 KiB."""
+
+
+def _shared_kib() -> int:
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return _SHARED_KIB.get(str(capability), 227)
+
+
 def _sizes(kernel: str, head_dim: int, dtype: jax.typing.DTypeLike) -> dict[str, int]:
-    """The first entry of a kernel that holds for this head dim and element size."""
+    """A kernel's first entry for this head dim and element size whose tiles fit the GPU."""
     for entry in _table()[kernel]:
-        if head_dim <= entry["max_head_dim"] and jnp.dtype(dtype).itemsize == entry["itemsize"]:
+        if (
+            head_dim <= entry["max_head_dim"]
+            and jnp.dtype(dtype).itemsize == entry["itemsize"]
+            and entry["shared_kib"] <= _shared_kib()
+        ):
             return entry["sizes"]
-    raise NotImplementedError(f"no tuned sizes for head_dim {head_dim} in {jnp.dtype(dtype)}")
+    raise NotImplementedError(
+        f"no tile sizes of {kernel} for head_dim {head_dim} in {jnp.dtype(dtype)} fit this GPU"
+    )
 
 
 def decode_config(

@@ -1,7 +1,9 @@
 """Cuts the query tokens of a mixed step into tiles of one request each, longest context first."""
 
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -11,6 +13,7 @@ REQUEST, TOKEN, SKIP, ROWS, POSITION, SEQ_LEN = range(6)
 the position that its row 0 has or would have; the request's context length."""
 
 
+@functools.partial(jax.jit, static_argnames=("num_tokens", "tile_tokens", "align", "min_query_len"))
 def query_tiles(
     seq_lens: Int[Array, " B"],
     query_start: Int[Array, " B+1"],

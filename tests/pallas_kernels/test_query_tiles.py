@@ -17,9 +17,6 @@ from jaxllm.pallas_kernels.paged_attention.query_tiles import (
 )
 
 REQUESTS = 4  # always as many, padded
-TILES = jax.jit(
-    query_tiles, static_argnames=("num_tokens", "tile_tokens", "align", "min_query_len")
-)
 
 
 @settings(max_examples=60, deadline=None)
@@ -37,7 +34,7 @@ def test_tiles_cover_each_token_once(
     starts[: len(lens) + 1] = np.cumsum([0, *lens])
     seq_lens = np.zeros(REQUESTS, np.int32)
     seq_lens[: len(lens)] = np.add(lens, cached[: len(lens)])
-    tiles, used = TILES(
+    tiles, used = query_tiles(
         jnp.asarray(seq_lens),
         jnp.asarray(starts),
         num_tokens=num_tokens,
@@ -78,3 +75,17 @@ def test_single_tokens_are_merged_in(padded: int) -> None:
         jnp.full_like(q, -1.0), q, lens, starts, lambda q, lens: q * 100 + lens[:, None, None]
     )
     assert out[:, 0, 0].tolist() == [7.0, -1.0, -1.0, -1.0, 409.0] + [-1.0] * padded
+
+
+def test_layers_share_the_tiles_of_a_step() -> None:
+    def layers(seq_lens, query_start):
+        total = jnp.zeros((), jnp.int32)
+        for layer in range(3):
+            tiles, _ = query_tiles(seq_lens, query_start, num_tokens=64, tile_tokens=16)
+            total = total * layer + tiles.sum()
+        return total
+
+    lens, starts = jnp.asarray([9, 30]), jnp.asarray([0, 9, 39])
+    compiled = jax.jit(layers).lower(lens, starts).compile().as_text()
+    assert compiled is not None
+    assert compiled.count(" sort(") == 1

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.paged_attention import reference, triton
+from jaxllm.pallas_kernels.paged_attention import configs, reference, triton
 from jaxllm.pallas_kernels.paged_attention.arg_specs import CASES, AttentionCase, make_arguments
 from jaxllm.pallas_kernels.paged_attention.configs import (
     DecodeConfig,
@@ -167,3 +167,21 @@ def test_refuses_queries_of_another_dtype() -> None:
     attention = functools.partial(triton.decode_attention, block_size=16, scale=0.1)
     with pytest.raises(NotImplementedError, match="queries in float32, cache in bfloat16"):
         jax.eval_shape(attention, jax.ShapeDtypeStruct(q.shape, jnp.float32), kv, tables, lens)
+
+
+def test_smaller_gpus_get_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = decode_config(64, 8, 128, 4096, jnp.bfloat16)
+    monkeypatch.setattr(configs, "_shared_kib", lambda: 99)
+    ada = decode_config(64, 8, 128, 4096, jnp.bfloat16)
+    assert ada.num_stages < hopper.num_stages
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_triton_has_sizes_for_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, shared_kib: int, dtype: jax.typing.DTypeLike, head_dim: int
+) -> None:
+    monkeypatch.setattr(configs, "_shared_kib", lambda: shared_kib)
+    assert configs.ragged_config(head_dim, dtype).block_kv >= 16
+    assert decode_config(1, 8, head_dim, 4096, dtype).block_kv >= 16
