@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.local_engine import LocalEngine, Prompt
+from jaxllm.engine.tokenizer import normalize_messages
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -122,9 +123,13 @@ class LLM:
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: drop skip_tokenizer_init.")
-        text = tokenizer.apply_chat_template(messages, **template_args)
+        options = {"add_generation_prompt": not template_args.get("continue_final_message")}
+        text = tokenizer.apply_chat_template(
+            normalize_messages(messages), tokenize=False, **(options | dict(template_args))
+        )
         # The template writes its own beginning-of-sequence token.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode_rendered(text)}
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _params_for(self, count: int, params: Params) -> list[SamplingParams]:
         if params is None:

@@ -9,10 +9,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.models.base import ModelConfig
-from jaxllm.models.batch import ForwardBatch, KVCache
+from jaxllm.models.batch import AttentionMetadata, ForwardBatch, KVCache
 from jaxllm.models.layers.decoder import Decoder, DecoderLayer
 from jaxllm.models.layers.embedding import Embedding
 from jaxllm.models.layers.rope import Rotation, rotation
+
+
+@jax.jit
+def _run_layer(
+    layer: DecoderLayer, x: jax.Array, rope: Rotation, kv: jax.Array, metadata: AttentionMetadata
+) -> tuple[jax.Array, jax.Array]:
+    """A layer, traced and lowered once for all that are alike: XLA inlines it."""
+    return layer(x, rope, kv, metadata)
 
 
 class CausalLM(nnx.Module):
@@ -63,7 +71,7 @@ class CausalLM(nnx.Module):
         kv_cache = list(kv_cache)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, kv_cache[index] = layer(x, rope, kv_cache[index], batch.attention)
+                x, kv_cache[index] = _run_layer(layer, x, rope, kv_cache[index], batch.attention)
         with jax.named_scope("final_norm"):
             return self.norm(x), kv_cache
 

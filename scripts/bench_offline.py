@@ -90,7 +90,7 @@ class TransformersEngine:
         where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = str(path.parent) if where else model
         self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), **where
         ).eval()
         self.start_seconds = time.perf_counter() - start

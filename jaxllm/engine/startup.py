@@ -122,17 +122,16 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         memory = plan_memory(resolved, model, params, cache_shape, vocab_size, mesh)
     for line in memory.lines():
         log(line)
-    with phases("allocate the cache"):
-        runner = ModelRunner(
-            resolved,
-            model,
-            params,
-            mesh=mesh,
-            cache_shape=cache_shape,
-            num_blocks=memory.num_blocks,
-            vocab_size=vocab_size,
-        )
-    with phases("compile and warm up"):
+    runner = ModelRunner(
+        resolved,
+        model,
+        params,
+        mesh=mesh,
+        cache_shape=cache_shape,
+        num_blocks=memory.num_blocks,
+        vocab_size=vocab_size,
+    )
+    with phases("compile, allocate and warm up"):
         runner.warm_up(log)
     return LoadedModel(
         config=resolved,

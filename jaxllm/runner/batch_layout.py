@@ -15,6 +15,9 @@ from jaxllm.runner.buckets import Bucket
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INT_FIELDS = ("top_k", "min_tokens", "seed")
 SAMPLING_FIELDS = FLOAT_FIELDS + INT_FIELDS
+ALIGN = 64
+"""Fields start at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies
+there, and Mosaic GPU kernels refuse anything less aligned."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class BatchLayout:
         fields, offset = {}, 0
         for name, shape in shapes.items():
             fields[name] = (offset, shape)
-            offset += int(np.prod(shape))
+            offset += -(-int(np.prod(shape)) // ALIGN) * ALIGN
         return fields
 
     @cached_property

@@ -50,7 +50,7 @@ def array_shapes(shape: CacheShape, num_blocks: int, mesh: Mesh) -> KVCache:
     return [struct] * shape.num_layers
 
 
-def device_memory(device: jax.Device) -> int | None:
+def device_memory(device: Any) -> int | None:
     """Bytes that JAX may use on `device`, or None on the CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats["bytes_limit"] if stats else None

@@ -1,6 +1,7 @@
 """The device mesh. There always is one, also for a single device, so that code has one path."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -10,7 +11,7 @@ TP_AXIS = "tp"
 
 
 def make_mesh(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     *,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,

@@ -134,6 +134,16 @@ def make_programs(
     """The programs for `state` (shapes suffice), none compiled yet."""
     assert config.max_model_len
     gpu = mesh.devices.flat[0].platform == "gpu"
+
+    def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
+        # On the CPU compiling costs more than choosing the mode at run time; on a GPU a
+        # run-time choice would make the host wait for it.
+        if not gpu:
+            return (None,)
+        if bucket.decode_only:
+            return tuple(SamplingMode)
+        return (SamplingMode.GREEDY, SamplingMode.FULL)
+
     return StepPrograms(
         params,
         state,
@@ -142,9 +152,7 @@ def make_programs(
         ),
         table_width=-(-config.max_model_len // config.block_size),
         packed_sharding=replicated(mesh),
-        # On the CPU compiling costs more than choosing the mode at run time; on a GPU a
-        # run-time choice would make the host wait for it.
-        modes=tuple(SamplingMode) if gpu else (None,),
+        modes=modes,
         lazy=config.enforce_eager,
         warn_only=config.allow_compile_after_warmup,
     )
@@ -179,9 +187,9 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self._gpu = mesh.devices.flat[0].platform == "gpu"
         self.buckets = make_buckets(config, gpu=self._gpu)
-        shapes = make_state_shapes(config, cache_shape, num_blocks, vocab_size, mesh)
-        self._state = allocate(shapes)
-        self.programs = make_programs(config, model, params, shapes, mesh)
+        self._shapes = make_state_shapes(config, cache_shape, num_blocks, vocab_size, mesh)
+        self._state = self._shapes
+        self.programs = make_programs(config, model, params, self._shapes, mesh)
         self._input = InputBatch(
             config.max_num_seqs,
             self.programs.table_width,
@@ -192,14 +200,17 @@ class ModelRunner:
         self._dirty_rows: set[int] = set()
 
     def warm_up(self, log: Callable[[str], None] = logger.info) -> None:
-        """Compiles all programs and runs each twice, on padding alone.
+        """Compiles all programs, allocates the cache and runs each program twice, on padding.
 
-        Twice, because XLA captures a CUDA graph on the second run.
+        Compiling comes first, while there is room: XLA tries out kernels on scratch memory.
+        Twice, because it captures a CUDA graph on the second run.
         """
+        start = time.perf_counter()
+        if not self._config.enforce_eager:
+            self.programs.compile_all(self.buckets, threads=16 if self._gpu else 2, log=log)
+        self._state = allocate(self._shapes)
         if self._config.enforce_eager:
             return
-        start = time.perf_counter()
-        self.programs.compile_all(self.buckets, threads=16 if self._gpu else 2, log=log)
         compiled = time.perf_counter()
         nothing = SchedulerOutput([])
         self._reset_row(0, None)

@@ -33,7 +33,8 @@ class StepPrograms:
     Args:
         params, state: the real arrays, or shapes of them with shardings.
         packed_sharding: where a step's upload goes.
-        modes: sampling modes that get programs of their own; (None,) leaves the mode to run time.
+        modes: bucket -> the sampling modes that get programs of their own, the lesser first;
+            (None,) leaves the mode to run time.
         lazy: compile on first use, and do not mind.
     """
 
@@ -45,7 +46,7 @@ class StepPrograms:
         options: Callable[[SamplingMode | None], StepOptions],
         table_width: int,
         packed_sharding: Any,
-        modes: tuple[SamplingMode | None, ...],
+        modes: Callable[[Bucket], tuple[SamplingMode | None, ...]],
         lazy: bool,
         warn_only: bool,
     ) -> None:
@@ -73,12 +74,18 @@ class StepPrograms:
     def compile_all(
         self, buckets: Iterable[Bucket], threads: int, log: Callable[[str], None]
     ) -> None:
-        """Compiles every bucket and mode; tracing is serial, XLA runs in `threads`."""
-        jobs: list[tuple[Callable[[Any], None], Any]] = []
+        """Compiles every bucket and mode; tracing is serial, XLA runs in `threads`.
+
+        A bucket's first mode comes before all others': its matrix products are tuned once, and
+        the other modes find the result.
+        """
+        buckets = list(buckets)
+        keys = [(bucket, mode) for bucket in buckets for mode in self._modes(bucket)]
+        keys.sort(key=lambda key: self._modes(key[0]).index(key[1]))
+        jobs: list[tuple[Callable[[Any], None], Any]] = [
+            (partial(self._programs.__setitem__, key), partial(self._lower, *key)) for key in keys
+        ]
         for bucket in buckets:
-            for mode in self._modes:
-                key = (bucket, mode)
-                jobs.append((partial(self._programs.__setitem__, key), partial(self._lower, *key)))
             if not bucket.decode_only:
                 store = partial(self._logprob_programs.__setitem__, bucket)
                 jobs.append((store, partial(self._lower_logprobs, bucket)))
@@ -96,7 +103,8 @@ class StepPrograms:
 
     def step(self, bucket: Bucket, mode: SamplingMode) -> Any:
         """The program for a step."""
-        key: ProgramKey = (bucket, None if self._modes == (None,) else mode)
+        able = [m for m in self._modes(bucket) if m is None or m >= mode]
+        key: ProgramKey = (bucket, able[0])
         if key not in self._programs:
             self._check_allowed(f"{bucket} in sampling mode {mode.name}")
             self._programs[key] = self._compile(self._lower(*key))

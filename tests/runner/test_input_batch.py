@@ -1,5 +1,7 @@
 """The upload of a step: every padding rule of models/batch.py, on hand-made steps."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,7 +94,7 @@ def test_top_k_off(top_k):
 
 def test_unpack_inverts_views():
     layout = BatchLayout(Bucket(4, 2, False), 3)
-    buffer = np.arange(layout.size, dtype=np.int32)
+    buffer: Any = np.arange(layout.size, dtype=np.int32)
     arrays = layout.unpack(buffer)
     for name, view in layout.views(buffer.copy()).items():
         np.testing.assert_array_equal(np.asarray(arrays[name]), view)

@@ -48,8 +48,8 @@ def make_batch(size: int, **fields) -> SamplingBatch:
         "frequency": 0.0,
         "min_tokens": 0,
     } | fields
-    dtypes = dict.fromkeys(("slots", "write_slots", "output_index", "top_k", "min_tokens"), "i4")
-    dtypes["seed"] = "u4"
+    ints = ("slots", "write_slots", "output_index", "top_k", "min_tokens")
+    dtypes: dict[str, str] = dict.fromkeys(ints, "i4") | {"seed": "u4"}
     return SamplingBatch(**{k: full(v, dtypes.get(k, "f4")) for k, v in defaults.items()})
 
 
