@@ -236,11 +236,8 @@ class OutputProcessor:
             state.error = state.error or output.error
 
     def _take_prompt_logprobs(self, state: _RequestState, news: list[TokenLogprobs] | None) -> None:
-        if state.prompt_logprobs is None or not news:
-            return
-        # A preempted request computes its prompt again: the first values stay.
-        room = len(state.request.prompt_token_ids) - len(state.prompt_logprobs)
-        state.prompt_logprobs += [self._logprobs_dict(entry) for entry in news[:room]]
+        if state.prompt_logprobs is not None and news:  # each position is delivered once
+            state.prompt_logprobs += [self._logprobs_dict(entry) for entry in news]
 
     def _logprobs_dict(self, entry: TokenLogprobs | None) -> dict[int, Logprob] | None:
         """The token itself first, then the top ones by rank."""

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxllm.engine.inputs import ContextLengthError, GenerationInput
-from jaxllm.engine.output_processor import OutputProcessor, merge_delta
+from jaxllm.engine.output_processor import OutputProcessor, ProcessedOutputs, merge_delta
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.engine.tokenizer_files import TokenizerFiles
 from jaxllm.outputs import EngineOutput, RequestOutput, TokenLogprobs
@@ -255,14 +255,16 @@ def test_merged_deltas_are_what_one_step_would_have_given(tokenizer, processor):
     assert results["delta"] == results["final"]
 
 
-def test_prompt_logprobs_come_in_chunks_with_none_first(processor):
+@pytest.mark.parametrize("sibling", ["r-0", "r-1"])
+def test_prompt_logprobs_come_in_chunks_with_none_first(processor, sibling):
+    """From whichever sequence the engine computes them for."""
     processor.add(request([5, 6, 7, 8], prompt_logprobs=0, kind="delta", n=2))
     entry = {i: TokenLogprobs([i], [-i / 10], 1) for i in (6, 7, 8)}
-    processor.process([EngineOutput("r-0", prompt_logprobs=[entry[6]])])
-    # Sequence 1 shares the prompt; a preempted sequence computes it again.
-    processor.process([EngineOutput("r-1", prompt_logprobs=[entry[6], entry[7]])])
-    processor.process([EngineOutput("r-0", prompt_logprobs=[entry[7], entry[8]])])
-    output = one(processor, EngineOutput("r-0", [9], prompt_logprobs=[entry[6], entry[7]]))
+    assert processor.process([EngineOutput(sibling, prompt_logprobs=[entry[6]])]) == (
+        ProcessedOutputs()
+    )
+    processor.process([EngineOutput(sibling, prompt_logprobs=[entry[7], entry[8]])])
+    output = one(processor, EngineOutput("r-0", [9]))
     assert output.prompt_logprobs is not None
     assert [p and list(p) for p in output.prompt_logprobs] == [None, [6], [7], [8]]
 
