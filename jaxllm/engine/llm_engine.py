@@ -10,7 +10,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.startup import Log, load_model
 from jaxllm.outputs import EngineOutput, EngineStats, SchedulerOutput
 from jaxllm.request import Request
-from jaxllm.runner.model_runner import PendingStep
+from jaxllm.runner.pending import PendingStep
 from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.scheduler import Scheduler
 

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,18 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.outputs import (
-    NO_TOKEN,
-    NON_FINITE,
-    ModelRunnerOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from jaxllm.outputs import ScheduledRequest, SchedulerOutput
 from jaxllm.runner import kv_cache
 from jaxllm.runner.buckets import Bucket, Buckets
 from jaxllm.runner.input_batch import InputBatch
 from jaxllm.runner.mesh import replicated
+from jaxllm.runner.pending import PendingLogprobs, PendingStep, prompt_logprobs_left
 from jaxllm.runner.programs import LOGPROB_ROWS, StepPrograms
 from jaxllm.runner.sampler import SamplingMode, set_row
 from jaxllm.runner.step import DeviceState, StepOptions, allocate, state_shapes
@@ -46,62 +39,6 @@ def sampling_mode(params: SamplingParams) -> SamplingMode:
     if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
         return SamplingMode.FULL
     return SamplingMode.RANDOM
-
-
-def _prompt_logprobs_left(item: ScheduledRequest) -> int:
-    """How many prompt logprobs the step's chunk gives: position p predicts token p + 1."""
-    if item.request.sampling_params.prompt_logprobs is None:
-        return 0
-    return max(0, min(item.num_new_tokens, item.request.num_prompt_tokens - 1 - item.start))
-
-
-@dataclass(frozen=True, slots=True)
-class PendingLogprobs:
-    """Prompt logprobs on their way from the device: rows first, first+1 … of `array`."""
-
-    request_id: str
-    token_ids: list[int]
-    first: int
-    array: jax.Array  # i32[C, 2 + 2 * max_logprobs], see sampler.token_logprobs
-    num_logprobs: int
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A step given to the device. `result()` waits for it."""
-
-    step: SchedulerOutput
-    _result: jax.Array
-    _prompt_logprobs: list[PendingLogprobs]
-    _max_logprobs: int
-
-    def result(self) -> ModelRunnerOutput:
-        rows = np.asarray(self._result)
-        token_ids: list[int] = rows[: len(self.step.requests), 0].tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for i, item in enumerate(self.step.requests):
-            wanted = item.request.sampling_params.logprobs
-            if not item.samples:
-                # A chunk whose last logits are not finite has already spoilt its blocks.
-                token_ids[i] = NON_FINITE if token_ids[i] == NON_FINITE else NO_TOKEN
-            elif wanted is not None and token_ids[i] >= 0:
-                logprobs[i] = self._unpack(token_ids[i], rows[i, 1:], wanted)
-        prompt: dict[str, list[TokenLogprobs]] = {}
-        for part in self._prompt_logprobs:
-            rows = np.asarray(part.array)[part.first :]
-            prompt.setdefault(part.request_id, []).extend(
-                self._unpack(token, row, part.num_logprobs)
-                for token, row in zip(part.token_ids, rows, strict=False)
-            )
-        return ModelRunnerOutput(token_ids, logprobs, prompt)
-
-    def _unpack(self, token: int, row: np.ndarray, wanted: int) -> TokenLogprobs:
-        """A row as sampler.token_logprobs makes it: rank, logprob, top ids, their logprobs."""
-        floats = row.view(np.float32)
-        ids = row[2 : 2 + wanted].tolist()
-        start = 2 + self._max_logprobs
-        values = floats[start : start + wanted].tolist()
-        return TokenLogprobs([token, *ids], [float(floats[1]), *values], int(row[0]))
 
 
 def make_buckets(config: EngineConfig, *, gpu: bool) -> Buckets:
@@ -235,7 +172,7 @@ class ModelRunner:
                 _needs_rows(item.request.sampling_params) or item.slot in self._dirty_rows
             ):
                 self._reset_row(item.slot, item)
-        bucket = self.buckets.fit(step, mixed=any(map(_prompt_logprobs_left, step.requests)))
+        bucket = self.buckets.fit(step, mixed=any(map(prompt_logprobs_left, step.requests)))
         mode = max(sampling_mode(item.request.sampling_params) for item in step.requests)
         result, hidden = self._dispatch(step, bucket, mode)
         result.copy_to_host_async()
@@ -287,7 +224,7 @@ class ModelRunner:
         rows = min(LOGPROB_ROWS, bucket.num_tokens)
         for item in step.requests:
             request, wanted = item.request, item.request.sampling_params.prompt_logprobs
-            count = _prompt_logprobs_left(item)
+            count = prompt_logprobs_left(item)
             tokens = request.prompt_token_ids[item.start + 1 : item.start + 1 + count]
             for done in range(0, count, rows):
                 part = tokens[done : done + rows]
