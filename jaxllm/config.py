@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 AttentionBackend = Literal["auto", "reference", "triton", "mosaic_gpu"]
 
@@ -61,6 +61,11 @@ class EngineConfig:
     attention_backend: AttentionBackend = _flag(
         "attention kernels; auto takes the fastest", default="auto"
     )
+    num_scheduler_steps: int | None = _flag(
+        "decode steps given to the device at once while at most 8 requests run and none waits: "
+        "hides the host behind small models; 1 turns it off",
+        default=None,
+    )
     generation_config: str = _flag(
         "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' does not",
         default="auto",
@@ -91,6 +96,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "num_gpu_blocks_override",
+            "num_scheduler_steps",
             "kv_cache_memory_bytes",
         ):
             value = getattr(self, name)
@@ -99,6 +105,11 @@ class EngineConfig:
         if self.block_size < 8 or self.block_size & (self.block_size - 1):
             raise ValueError(
                 f"--block-size must be a power of two from 8 on, got {self.block_size}."
+            )
+        if (self.num_scheduler_steps or 1) > self.block_size:
+            raise ValueError(
+                f"--num-scheduler-steps must be at most --block-size {self.block_size}, "
+                f"got {self.num_scheduler_steps}."
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(

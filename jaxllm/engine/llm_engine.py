@@ -53,7 +53,7 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.config.max_model_len,
         )
-        self._pending: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._seeds = random.Random(self.config.seed)
         self._num_steps = 0
         self._last_step_time = time.monotonic()
@@ -84,16 +84,29 @@ class LLMEngine:
 
     def step(self) -> list[EngineOutput]:
         """Dispatches the next step, then takes in the one before it, while the device works."""
-        scheduled = self.scheduler.schedule()
-        if scheduled is not None:
-            self._pending.append((scheduled, self.runner.execute(scheduled)))
+        scheduled = self._schedule()
+        if scheduled:
+            self._pending.append(self.runner.execute(scheduled))
         if not self._pending or (scheduled and len(self._pending) <= STEPS_AHEAD):
             return []
-        done, pending = self._pending.popleft()
-        outputs = self.scheduler.update(done, pending.result())
-        self._num_steps += 1
+        pending = self._pending.popleft()
+        outputs: list[EngineOutput] = []
+        for step, result in zip(pending.steps, pending.results(), strict=True):
+            outputs += self.scheduler.update(step, result)
+            self._num_steps += 1
         self._last_step_time = time.monotonic()
         return outputs
+
+    def _schedule(self) -> list[SchedulerOutput]:
+        """The next step, and as many equal ones as the device can take at once."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        count = self.runner.can_execute(step)
+        if count == 1 or not self.scheduler.is_steady(count - 1):
+            return [step]
+        more = [self.scheduler.schedule() for _ in range(count - 1)]
+        return [step, *filter(None, more)]
 
     def stats(self) -> EngineStats:
         """A snapshot for /metrics and /health."""

@@ -15,6 +15,8 @@ from jaxllm.runner.buckets import Bucket
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INT_FIELDS = ("top_k", "min_tokens", "seed")
 SAMPLING_FIELDS = FLOAT_FIELDS + INT_FIELDS
+FEEDBACK = -1
+"""Token id that stands for "what the request's last step sampled", which only the device knows."""
 ALIGN = 64
 """Fields start at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies
 there, and Mosaic GPU kernels refuse anything less aligned."""

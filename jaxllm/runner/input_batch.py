@@ -4,11 +4,8 @@ import numpy as np
 
 from jaxllm.outputs import SchedulerOutput
 from jaxllm.request import Request
-from jaxllm.runner.batch_layout import SAMPLING_FIELDS, BatchLayout
+from jaxllm.runner.batch_layout import FEEDBACK, SAMPLING_FIELDS, BatchLayout
 from jaxllm.sampling_params import SamplingParams
-
-FEEDBACK = -1
-"""Token id that stands for "what the request's last step sampled", which only the device knows."""
 
 
 class InputBatch:

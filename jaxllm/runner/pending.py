@@ -35,18 +35,23 @@ class PendingLogprobs:
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step given to the device. `result()` waits for it."""
+    """Steps given to the device at once. `results()` waits for them."""
 
-    step: SchedulerOutput
-    _result: jax.Array
+    steps: list[SchedulerOutput]
+    _result: jax.Array  # i32[B, C], or i32[steps, B, C] if there are several
     _prompt_logprobs: list[PendingLogprobs]
     _max_logprobs: int
 
-    def result(self) -> ModelRunnerOutput:
+    def results(self) -> list[ModelRunnerOutput]:
+        """One for each step."""
         rows = np.asarray(self._result)
-        token_ids: list[int] = rows[: len(self.step.requests), 0].tolist()
+        each = rows if rows.ndim == 3 else rows[None]
+        return [self._one(step, part) for step, part in zip(self.steps, each, strict=True)]
+
+    def _one(self, step: SchedulerOutput, rows: np.ndarray) -> ModelRunnerOutput:
+        token_ids: list[int] = rows[: len(step.requests), 0].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for i, item in enumerate(self.step.requests):
+        for i, item in enumerate(step.requests):
             wanted = item.request.sampling_params.logprobs
             if not item.samples:
                 # A chunk whose last logits are not finite has already spoilt its blocks.

@@ -13,11 +13,13 @@ import numpy as np
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.sampler import SamplingMode
-from jaxllm.runner.step import StepOptions, prompt_logprobs, run_step
+from jaxllm.runner.step import StepOptions, prompt_logprobs, run_step, run_steps
 
 logger = logging.getLogger(__name__)
 
 ProgramKey = tuple[Bucket, SamplingMode | None]
+MULTI_STEP_REQUESTS = 8
+"""Largest decode bucket with programs of several steps."""
 LOGPROB_ROWS = 256
 """Prompt positions whose logprobs are computed at a time."""
 
@@ -35,6 +37,7 @@ class StepPrograms:
         packed_sharding: where a step's upload goes.
         modes: bucket -> the sampling modes that get programs of their own, the lesser first;
             (None,) leaves the mode to run time.
+        num_steps: decode steps of the programs that `steps` gives.
         lazy: compile on first use, and do not mind.
     """
 
@@ -47,6 +50,7 @@ class StepPrograms:
         table_width: int,
         packed_sharding: Any,
         modes: Callable[[Bucket], tuple[SamplingMode | None, ...]],
+        num_steps: int,
         lazy: bool,
         warn_only: bool,
     ) -> None:
@@ -57,6 +61,8 @@ class StepPrograms:
         self._modes = modes
         self._programs: dict[ProgramKey, Any] = {}
         self._logprob_programs: dict[Bucket, Any] = {}
+        self._multi_programs: dict[ProgramKey, Any] = {}
+        self.num_steps = num_steps
         self._layouts: dict[Bucket, BatchLayout] = {}
         self._lazy = lazy
         self._warn_only = warn_only
@@ -85,6 +91,9 @@ class StepPrograms:
         jobs: list[tuple[Callable[[Any], None], Any]] = [
             (partial(self._programs.__setitem__, key), partial(self._lower, *key)) for key in keys
         ]
+        for key in filter(self.has_steps, keys):
+            store = partial(self._multi_programs.__setitem__, key)
+            jobs.append((store, partial(self._lower_steps, *key)))
         for bucket in buckets:
             if not bucket.decode_only:
                 store = partial(self._logprob_programs.__setitem__, bucket)
@@ -101,10 +110,32 @@ class StepPrograms:
         """Ends the warm-up: from now on a missing program is an error (unless lazy)."""
         self._warm = True
 
+    @property
+    def num_compiled_steps(self) -> int:
+        """Programs of several steps that have been compiled."""
+        return len(self._multi_programs)
+
+    def has_steps(self, key: ProgramKey) -> bool:
+        """Whether a bucket and mode have a program of several steps: where the host is slower."""
+        bucket, mode = key
+        few = bucket.decode_only and bucket.num_requests <= MULTI_STEP_REQUESTS
+        return self.num_steps > 1 and few and mode is not SamplingMode.FULL
+
+    def key(self, bucket: Bucket, mode: SamplingMode) -> ProgramKey:
+        """The least program that serves `mode`."""
+        return bucket, next(m for m in self._modes(bucket) if m is None or m >= mode)
+
+    def steps(self, bucket: Bucket, mode: SamplingMode) -> Any:
+        """The program for `num_steps` decode steps; only where `has_steps`."""
+        key = self.key(bucket, mode)
+        if key not in self._multi_programs:
+            self._check_allowed(f"{self.num_steps} steps of {bucket}")
+            self._multi_programs[key] = self._compile(self._lower_steps(*key))
+        return self._multi_programs[key]
+
     def step(self, bucket: Bucket, mode: SamplingMode) -> Any:
         """The program for a step."""
-        able = [m for m in self._modes(bucket) if m is None or m >= mode]
-        key: ProgramKey = (bucket, able[0])
+        key = self.key(bucket, mode)
         if key not in self._programs:
             self._check_allowed(f"{bucket} in sampling mode {mode.name}")
             self._programs[key] = self._compile(self._lower(*key))
@@ -135,6 +166,16 @@ class StepPrograms:
     def _lower(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
         step = partial(run_step, layout=self.layout(bucket), options=self._options(mode))
         jitted = jax.jit(step, donate_argnums=(1,))
+        return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
+
+    def _lower_steps(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
+        steps = partial(
+            run_steps,
+            layout=self.layout(bucket),
+            options=self._options(mode),
+            count=self.num_steps,
+        )
+        jitted = jax.jit(steps, donate_argnums=(1,))
         return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
 
     def _lower_logprobs(self, bucket: Bucket) -> Any:

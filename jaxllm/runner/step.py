@@ -10,11 +10,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.batch import AttentionMetadata, ForwardBatch, KVCache
-from jaxllm.runner.batch_layout import BatchLayout
+from jaxllm.runner.batch_layout import FEEDBACK, BatchLayout
 from jaxllm.runner.sampler import (
     SamplerRows,
     SamplingBatch,
     SamplingMode,
+    result_width,
     row_shapes,
     sample,
     token_logprobs,
@@ -73,7 +74,60 @@ def run_step(
         The new state, the sampler's result (see `sample`), and for mixed buckets the hidden
         states of all tokens, from which prompt logprobs are made when a request asks for them.
     """
+    return _run(params, state, layout.unpack(packed), layout, options)
+
+
+def run_steps(
+    params: Params,
+    state: DeviceState,
+    packed: Int[Array, "packed"],
+    *,
+    layout: BatchLayout,
+    options: StepOptions,
+    count: int,
+) -> tuple[DeviceState, Int[Array, "count B C"]]:
+    """`count` decode steps in one program, each fed with what the one before sampled.
+
+    `packed` is the first step's upload; its block tables must reach to the last one's tokens.
+    """
     fields = layout.unpack(packed)
+    size = layout.bucket.num_requests
+    results = jnp.zeros((count, size, result_width(options.max_logprobs)), jnp.int32)
+
+    def body(i: jax.Array, carry: tuple[DeviceState, jax.Array]) -> tuple[DeviceState, jax.Array]:
+        state, results = carry
+        later = _advance(fields, i, options.block_size)
+        state, result, _ = _run(params, state, later, layout, options)
+        return state, results.at[i].set(result)
+
+    # The trip count is known, so XLA does not make the host wait for each turn.
+    return lax.fori_loop(0, count, body, (state, results))
+
+
+def _advance(fields: dict[str, jax.Array], i: jax.Array, block_size: int) -> dict[str, jax.Array]:
+    """The upload of the i-th decode step from now, made from that of the next one."""
+    real = fields["seq_lens"] > 0
+    positions = fields["positions"] + jnp.where(real, i, 0)
+    block = jnp.take_along_axis(
+        fields["block_tables"], positions[:, None] // block_size, axis=1, mode="clip"
+    )[:, 0]
+    slots = block * block_size + positions % block_size
+    return fields | {
+        "token_ids": jnp.where(i == 0, fields["token_ids"], FEEDBACK),
+        "positions": positions,
+        "slot_mapping": jnp.where(real, slots, fields["slot_mapping"]),
+        "seq_lens": fields["seq_lens"] + jnp.where(real, i, 0),
+        "output_index": fields["output_index"] + i,
+    }
+
+
+def _run(
+    params: Params,
+    state: DeviceState,
+    fields: dict[str, jax.Array],
+    layout: BatchLayout,
+    options: StepOptions,
+) -> tuple[DeviceState, Int[Array, "B C"], Float[Array, "T D"] | None]:
     bucket = layout.bucket
     batch = _forward_batch(fields, state.last_tokens, layout, options)
     model = options.merge(params)

@@ -4,6 +4,12 @@ from jaxllm.outputs import FinishReason
 from jaxllm.request import Request
 from jaxllm.scheduler.block_pool import BlockPool
 
+NON_FINITE_ERROR = (
+    "the model produced non-finite logits (NaN or infinity), so no token could be sampled. If it "
+    "runs in float16, values above 65504 overflow: use --dtype bfloat16 or --dtype float32; "
+    "otherwise the checkpoint itself may hold non-finite weights."
+)
+
 
 def check_prompt(request: Request, max_model_len: int, pool: BlockPool) -> None:
     """Raises ValueError if the prompt and one token of output can never fit."""

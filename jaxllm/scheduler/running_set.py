@@ -38,6 +38,18 @@ class RunningSet:
         """The request admitted last."""
         return (self.prefilling or self.decoding)[-1]
 
+    def all_decode(self, count: int) -> bool:
+        """Whether all requests have at least `count` tokens to decode, and there are any."""
+        return (
+            bool(self.decoding)
+            and not self.prefilling
+            and all(
+                request.num_computed_tokens + count - len(request.prompt_token_ids)
+                < request.max_tokens
+                for request in self.decoding
+            )
+        )
+
     def add(self, request: Request) -> None:
         """Gives a slot to a request that begins to prefill."""
         request.slot = self._free_slots.pop()

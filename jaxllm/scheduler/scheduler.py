@@ -14,19 +14,13 @@ from jaxllm.outputs import (
     TokenLogprobs,
 )
 from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler import limits
 from jaxllm.scheduler.block_pool import BlockPool
-from jaxllm.scheduler.limits import check_prompt, find_stop, resolve_max_tokens
 from jaxllm.scheduler.prompt_logprobs import PromptLogprobs
 from jaxllm.scheduler.running_set import RunningSet
 from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-NON_FINITE_ERROR = (
-    "the model produced non-finite logits (NaN or infinity), so no token could be sampled. If it "
-    "runs in float16, values above 65504 overflow: use --dtype bfloat16 or --dtype float32; "
-    "otherwise the checkpoint itself may hold non-finite weights."
-)
 
 
 class Scheduler:
@@ -57,7 +51,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        non_finite_error: str = NON_FINITE_ERROR,
+        non_finite_error: str = limits.NON_FINITE_ERROR,
     ):
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
@@ -97,8 +91,8 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is still in use.")
         pool = self.block_pool
-        check_prompt(request, self.max_model_len, pool)
-        request.max_tokens = resolve_max_tokens(request, self.max_model_len, pool)
+        limits.check_prompt(request, self.max_model_len, pool)
+        request.max_tokens = limits.resolve_max_tokens(request, self.max_model_len, pool)
         self._requests[request.request_id] = request
         delivers = self._prompt_logprobs.add(request)
         shareable = request.num_prompt_tokens > pool.block_size
@@ -126,6 +120,15 @@ class Scheduler:
             # Not earlier: within the step that fills them, blocks must not be found.
             self._after_prefill(scheduled)
         return SchedulerOutput(singles + chunks) if singles or chunks else None
+
+    def is_steady(self, count: int) -> bool:
+        """Whether the next `count` steps hold one token each of the same requests.
+
+        `count` must not exceed a block, so that each request needs one more at most.
+        """
+        if len(self._waiting) or self.block_pool.num_free < len(self._running):
+            return False
+        return self._running.all_decode(count)
 
     def update(self, step: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Applies what a step gave; returns the news of every request that has any."""
@@ -282,7 +285,7 @@ class Scheduler:
             new_token_ids = [token]
             request.token_ids.append(token)
             self._num_generation_tokens += 1
-            finish_reason, stop_reason = find_stop(request)
+            finish_reason, stop_reason = limits.find_stop(request)
         if finish_reason is not None:
             self._finish(request, reusable=error is None)
         return EngineOutput(

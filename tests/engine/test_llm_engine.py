@@ -106,6 +106,25 @@ def test_concurrent_outputs_equal_solo_outputs(engine: LocalEngine) -> None:
     ]
 
 
+def test_several_steps_at_once_change_no_token(engine: LocalEngine, tiny_llama: Any) -> None:
+    several = make_engine(tiny_llama[0], num_scheduler_steps=4, enforce_eager=True)
+    programs = several.engine.runner.programs
+    prompts = random_prompts([5, 30, 8, 17], seed=6)
+    stop = tokens(run_all(engine, prompts[2:3], GREEDY))[0][5]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=33, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop]),
+        SamplingParams(temperature=0, max_tokens=31, ignore_eos=True),
+    ]
+    made = run_all(several, prompts, params)
+    assert programs.num_compiled_steps > 0
+    plain = run_all(engine, prompts, params)
+    assert tokens(made) == tokens(plain)
+    assert [o.outputs[0].finish_reason for o in made] == [o.outputs[0].finish_reason for o in plain]
+    assert several.engine.stats().num_free_blocks == several.engine.stats().num_blocks
+
+
 def test_preemption_changes_no_token(tiny_llama: Any) -> None:
     small = make_engine(
         tiny_llama[0], num_gpu_blocks_override=24, max_model_len=128, enforce_eager=True
@@ -278,3 +297,23 @@ def test_a_model_too_long_for_its_context_is_refused(tiny_llama: Any) -> None:
 def test_no_memory_for_one_block_names_what_would_work(tiny_llama: Any) -> None:
     with pytest.raises(ValueError, match="--kv-cache-memory-bytes 2048 would fit"):
         make_engine(tiny_llama[0], num_gpu_blocks_override=None, kv_cache_memory_bytes=100)
+
+
+def test_a_cache_too_small_for_one_full_request_is_refused_at_start(tiny_llama: Any) -> None:
+    """A block of 8 tokens takes 8 * 2 layers * 2 * 2 heads * 8 * 4 B = 2048 bytes."""
+    message = r"--max-model-len 400 .*--max-model-len 64 would fit.*--kv-cache-memory-bytes 102400 "
+    with pytest.raises(ValueError, match=message):
+        make_engine(tiny_llama[0], num_gpu_blocks_override=None, kv_cache_memory_bytes=8 * 2048)
+
+
+def test_the_length_that_the_refusal_names_fits(tiny_llama: Any) -> None:
+    engine = make_engine(
+        tiny_llama[0],
+        num_gpu_blocks_override=None,
+        kv_cache_memory_bytes=8 * 2048,
+        max_model_len=64,
+        enforce_eager=True,
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    [output] = run_all(engine, [[5, 6, 7, 8]], params)
+    assert len(output.outputs[0].token_ids) == 60

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jaxllm.outputs import ScheduledRequest, SchedulerOutput
 from jaxllm.request import Request
-from jaxllm.runner.batch_layout import BatchLayout
+from jaxllm.runner.batch_layout import FEEDBACK, BatchLayout
 from jaxllm.runner.buckets import Bucket, Buckets
-from jaxllm.runner.input_batch import FEEDBACK, InputBatch
+from jaxllm.runner.input_batch import InputBatch
 from jaxllm.sampling_params import SamplingParams
 
 BLOCK = 8

@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.outputs import NO_TOKEN, ModelRunnerOutput
 from jaxllm.request import RequestStatus
-from jaxllm.scheduler.scheduler import NON_FINITE_ERROR
+from jaxllm.scheduler.limits import NON_FINITE_ERROR
 from tests.scheduler.paged_device import EOS, Loop, continuation
 
 # It goes on with 3, 2, 1, 1, 4 …: see the first test.
