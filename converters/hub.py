@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.converters.errors import CheckpointError
-from jaxllm.converters.safetensors_folder import INDEX_FILE, SINGLE_FILE, read_json
+from jaxllm.converters.safetensors_folder import SAFETENSORS, Layout, read_json
+from jaxllm.converters.torch_folder import PYTORCH
 
 # All but the weights: configuration, tokenizer, chat template.
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -20,11 +21,13 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and "--" not in name and ".." not in name
 
 
-def download(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+def download(
+    model: str, *, revision: str | None = None, weights: bool = True, load_format: str = "auto"
+) -> Path:
     """The local folder of hub model `model`, downloaded as far as it is not in the cache.
 
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE act as everywhere. Of the weights, only the
-    files that the index names are fetched.
+    files that the index names are fetched, and PyTorch's only if there are no safetensors.
 
     Raises:
         CheckpointError: no such model, no access, or not in the cache while offline.
@@ -37,8 +40,16 @@ def download(model: str, *, revision: str | None = None, weights: bool = True) -
         )
     if not weights:
         return folder
-    index = folder / INDEX_FILE
-    files = [SINGLE_FILE]
+    if load_format != "pt":
+        folder = _with_weights(folder, model, revision, SAFETENSORS)
+    if load_format == "pt" or (load_format == "auto" and not SAFETENSORS.in_folder(folder)):
+        folder = _with_weights(folder, model, revision, PYTORCH)
+    return folder
+
+
+def _with_weights(folder: Path, model: str, revision: str | None, layout: Layout) -> Path:
+    index = folder / layout.index
+    files = [layout.single]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []

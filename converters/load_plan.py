@@ -184,7 +184,7 @@ def _hints(
             "If the head shares the embedding's weights, config.json must say "
             '"tie_word_embeddings": true.'
         )
-    if report.mismatched and checkpoint.source == "safetensors":
+    if report.mismatched and checkpoint.source in ("safetensors", "pt"):
         hints.append(
             "The needed shapes follow from config.json: check that it belongs to these weights."
         )

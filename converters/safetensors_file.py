@@ -104,7 +104,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(256)
-            if wrong := _what_it_is(head):
+            if wrong := what_it_is(head):
                 raise CheckpointError(f"{path} is {wrong}, not a safetensors file.")
             if size < _LENGTH_BYTES + 2:
                 raise CheckpointError(f"{path} is truncated: it has only {size} bytes.")
@@ -204,7 +204,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return keys
 
 
-def _what_it_is(head: bytes) -> str | None:
+def what_it_is(head: bytes) -> str | None:
     """The kind of a file that is no safetensors file, by its first bytes."""
     if not head:
         return "an empty file"

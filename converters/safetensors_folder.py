@@ -1,10 +1,12 @@
-"""A checkpoint as a folder in Hugging Face form: config.json and one or more safetensors files."""
+"""A checkpoint as a folder in Hugging Face form: config.json and one or more files of weights."""
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -17,20 +19,53 @@ INDEX_FILE = "model.safetensors.index.json"
 logger = logging.getLogger(__name__)
 
 
-class SafetensorsFolder:
+Check = Callable[[list[Path]], None]
+"""Called with the weight files before the first is opened."""
+
+
+class WeightsFile(Protocol):
+    """One open file of weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a format's files are called: the only one, the index of several, and any."""
+
+    single: str
+    index: str
+    pattern: str
+    open: Callable[[Path], WeightsFile]
+
+    def in_folder(self, path: Path) -> bool:
+        """Whether `path` holds weights of this format under their names."""
+        return any((path / name).is_file() for name in (self.single, self.index))
+
+
+SAFETENSORS = Layout(SINGLE_FILE, INDEX_FILE, "*.safetensors", SafetensorsFile)
+
+
+class WeightsFolder:
     """A Checkpoint over a folder. With an index, only what its weight_map lists is read.
+
+    Args:
+        check: sees the weight files before they are opened.
 
     Raises:
         CheckpointError: a file is missing or broken.
     """
 
-    source: Literal["safetensors"] = "safetensors"
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, layout: Layout, check: Check | None = None) -> None:
         self.path = path
         self.config = read_config(path)
         self.generation_config = read_generation_config(path)
-        self._file_of = _open_indexed(path) if (path / INDEX_FILE).is_file() else _open_single(path)
+        indexed = (path / layout.index).is_file()
+        opening = _open_indexed if indexed else _open_single
+        self._file_of = opening(path, layout, check or (lambda files: None))
         self.tensors: Mapping[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._file_of.items()
         }
@@ -38,6 +73,15 @@ class SafetensorsFolder:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """The tensor, or its part `index`, as a read-only view of the mapped file."""
         return self._file_of[name].read(name, index)
+
+
+class SafetensorsFolder(WeightsFolder):
+    """A folder of model.safetensors, or of several with their index."""
+
+    source: Literal["safetensors"] = "safetensors"
+
+    def __init__(self, path: Path, check: Check | None = None) -> None:
+        super().__init__(path, SAFETENSORS, check)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -75,29 +119,31 @@ def shorten(names: Iterable[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _open_single(path: Path) -> dict[str, SafetensorsFile]:
-    file = path / SINGLE_FILE
+def _open_single(path: Path, layout: Layout, check: Check) -> dict[str, WeightsFile]:
+    file = path / layout.single
     if file.is_symlink() and not file.exists():
         raise CheckpointError(f"{file} is a link to {file.readlink()}, which is not there.")
     if not file.is_file():
-        raise CheckpointError(_no_weights(path))
-    _report_leftovers(path, {SINGLE_FILE}, [])
-    opened = SafetensorsFile(file)
+        raise CheckpointError(_no_weights(path, layout))
+    _report_leftovers(path, layout, {layout.single}, [])
+    check([file])
+    opened = layout.open(file)
     return dict.fromkeys(opened.tensors, opened)
 
 
-def _open_indexed(path: Path) -> dict[str, SafetensorsFile]:
-    index = path / INDEX_FILE
+def _open_indexed(path: Path, layout: Layout, check: Check) -> dict[str, WeightsFile]:
+    index = path / layout.index
     weight_map = _weight_map(index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
         message = f"{index} names {len(missing)} of {len(shards)} shards that are not there: "
-        message += f"{', '.join(missing)}."
-        if (path / SINGLE_FILE).is_file():
-            message += f" To load {SINGLE_FILE} instead, delete the index."
+        message += f"{shorten(missing)}."
+        if (path / layout.single).is_file():
+            message += f" To load {layout.single} instead, delete the index."
         raise CheckpointError(message)
-    opened = {shard: SafetensorsFile(path / shard) for shard in shards}
+    check([path / shard for shard in shards])
+    opened = {shard: layout.open(path / shard) for shard in shards}
     absent = [
         f"{name} ({shard})"
         for name, shard in weight_map.items()
@@ -113,7 +159,7 @@ def _open_indexed(path: Path) -> dict[str, SafetensorsFile]:
         for name in file.tensors
         if weight_map.get(name) != shard
     ]
-    _report_leftovers(path, set(shards), stale)
+    _report_leftovers(path, layout, set(shards), stale)
     return {name: opened[shard] for name, shard in weight_map.items()}
 
 
@@ -128,23 +174,23 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _report_leftovers(path: Path, used: set[str], stale: list[str]) -> None:
-    files = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in used]
+def _report_leftovers(path: Path, layout: Layout, used: set[str], stale: list[str]) -> None:
+    files = [file.name for file in sorted(path.glob(layout.pattern)) if file.name not in used]
     if stale:
         logger.warning("%s: tensors that the index does not place there: %s", path, shorten(stale))
     if files:
         logger.warning("%s: files that are not part of the model: %s", path, shorten(files))
 
 
-def _no_weights(path: Path) -> str:
+def _no_weights(path: Path, layout: Layout) -> str:
     found = sorted(entry.name for entry in path.iterdir())
     weights = [name for name in found if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
-    message = f"no weights in {path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
-    if any(name.endswith(".safetensors") for name in weights):
+    message = f"no weights in {path}: neither {layout.single} nor {layout.index} is there"
+    if any(fnmatch(name, layout.pattern) for name in weights):
         return f"{message}, only {shorten(weights)}. Shards need their index."
     if weights:
         return (
-            f"{message}, only {shorten(weights)}. PyTorch files are not read: save the model "
-            f"with transformers' save_pretrained, which writes safetensors."
+            f"{message}, only {shorten(weights)}. Of PyTorch files, pytorch_model.bin and shards "
+            f"with pytorch_model.bin.index.json can be read (--load-format pt or auto)."
         )
     return f"{message}."

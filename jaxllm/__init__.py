@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.config import EngineConfig
+    from jaxllm.errors import JaxllmError
     from jaxllm.llm import LLM
     from jaxllm.outputs import RequestOutput
     from jaxllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "JaxllmError", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "jaxllm.llm",
     "EngineConfig": "jaxllm.config",
+    "JaxllmError": "jaxllm.errors",
     "RequestOutput": "jaxllm.outputs",
     "SamplingParams": "jaxllm.sampling_params",
 }

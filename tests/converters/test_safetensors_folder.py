@@ -134,7 +134,7 @@ def test_generation_config_is_optional(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("pytorch_model.bin", "only pytorch_model.bin. PyTorch files are not read"),
+        ("model.pt", "only model.pt. Of PyTorch files, pytorch_model.bin and shards with"),
         ("model-00001-of-00002.safetensors", "Shards need their index"),
         (None, "neither model.safetensors nor model.safetensors.index.json is there."),
     ],
