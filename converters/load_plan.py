@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.errors import LoadError
-from jaxllm.converters.load_report import LoadReport
+from jaxllm.converters.load_report import LoadReport, merge_numbers
 from jaxllm.converters.name_map import NameMap, Op
 from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.tied_head import head_differs
@@ -68,6 +68,8 @@ def plan_load(
         report.hints += _hints(report, name_map, checkpoint, config)
         raise LoadError(report.text(checkpoint.path))
     _warn_about_range(fills, checkpoint)
+    for line in dtype_changes(fills, checkpoint):
+        logger.info("%s: %s", checkpoint.path, line)
     position = {name: at for at, name in enumerate(checkpoint.tensors)}
     return sorted(fills, key=lambda fill: position[fill.tensors[0]])
 
@@ -184,11 +186,36 @@ def _hints(
             "If the head shares the embedding's weights, config.json must say "
             '"tie_word_embeddings": true.'
         )
+    missing = {detail for _, detail in report.missing}
+    if any(detail.rpartition(" ")[0] in missing for _, detail in report.unexpected):
+        hints.append(
+            "If the checkpoint only names them otherwise, jaxllm.register_model(…, "
+            "rename={…}) maps its names."
+        )
     if report.mismatched and checkpoint.source in ("safetensors", "pt"):
         hints.append(
             "The needed shapes follow from config.json: check that it belongs to these weights."
         )
     return hints
+
+
+def dtype_changes(fills: list[Fill], checkpoint: Checkpoint) -> list[str]:
+    """A line for each change of dtype, with its tensors, equal ones of several layers merged."""
+    changes: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    total = 0
+    for fill in fills:
+        target = np.dtype(fill.target.dtype)
+        total += len(fill.tensors)
+        for name in fill.tensors:
+            if checkpoint.tensors[name].dtype != target:
+                changes[f"{checkpoint.tensors[name].dtype} -> {target}"].append((name, ""))
+    lines = []
+    for change, names in changes.items():
+        which = ", ".join(name for name, _ in merge_numbers(names))
+        if len(names) == total:
+            which = "all"
+        lines.append(f"{len(names)} of {total} tensors change dtype, {change}: {which}")
+    return lines
 
 
 def _warn_about_range(fills: list[Fill], checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.converters.architectures import NAME_MAPS
+from jaxllm.converters.architectures import find_name_map
 from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.errors import LoadError
 from jaxllm.converters.name_map import NameMap
@@ -30,14 +30,14 @@ def effective_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = dict(checkpoint.config)
     if not config.get("tie_word_embeddings"):
         return config
-    for name in config.get("architectures") or ():
-        if name in NAME_MAPS and head_differs(checkpoint, NAME_MAPS[name]):
-            logger.warning(
-                "%s: tie_word_embeddings is set, but the head differs from the embedding; "
-                "following the checkpoint, untied",
-                checkpoint.path,
-            )
-            config["tie_word_embeddings"] = False
+    name_map = find_name_map(config.get("architectures") or [])
+    if name_map is not None and head_differs(checkpoint, name_map):
+        logger.warning(
+            "%s: tie_word_embeddings is set, but the head differs from the embedding; "
+            "following the checkpoint, untied",
+            checkpoint.path,
+        )
+        config["tie_word_embeddings"] = False
     return config
 
 

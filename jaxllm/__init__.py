@@ -11,10 +11,19 @@ if TYPE_CHECKING:
     from jaxllm.errors import JaxllmError
     from jaxllm.llm import LLM
     from jaxllm.outputs import RequestOutput
+    from jaxllm.registration import register_model
     from jaxllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "JaxllmError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "JaxllmError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "register_model",
+]
 
 _HOME = {
     "LLM": "jaxllm.llm",
@@ -22,6 +31,7 @@ _HOME = {
     "JaxllmError": "jaxllm.errors",
     "RequestOutput": "jaxllm.outputs",
     "SamplingParams": "jaxllm.sampling_params",
+    "register_model": "jaxllm.registration",
 }
 
 

@@ -13,15 +13,16 @@ import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.converters.architectures import name_map_for
-from jaxllm.converters.checkpoint import open_checkpoint
+from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
 from jaxllm.converters.loader import load_params
+from jaxllm.converters.renamed import after_load, with_registered_names
 from jaxllm.converters.tied_head import effective_config
-from jaxllm.models.registry import resolve
+from jaxllm.registration import load_plugins, resolve
 from jaxllm.runner.kv_cache import CacheShape
 from jaxllm.runner.memory import MemoryPlan, plan_memory
 from jaxllm.runner.mesh import make_mesh
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.runner.weights import build_abstract, unflatten
+from jaxllm.runner.weights import AbstractModel, Params, build_abstract, unflatten
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,15 @@ def eos_ids(*configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def _load_params(
+    model: AbstractModel, checkpoint: Checkpoint, hf_config: dict[str, Any], model_config: Any
+) -> Params:
+    architectures = hf_config["architectures"]
+    name_map = name_map_for(architectures)
+    params = load_params(model.shapes, checkpoint, name_map, hf_config, finite=finite)
+    return unflatten(after_load(architectures, params, model.shapes, model_config))
+
+
 def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -> LoadedModel:
     """Reads the checkpoint, fills the parameters, sizes the cache, compiles and warms up.
 
@@ -94,8 +104,13 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     phases = Phases(log)
     with phases("find the checkpoint"):
         checkpoint = open_checkpoint(
-            config.model, revision=config.revision, load_format=config.load_format
+            config.model,
+            revision=config.revision,
+            load_format=config.load_format,
+            check=verify_files if "sha256" in config.verification else None,
         )
+        load_plugins()
+        checkpoint = with_registered_names(checkpoint)
         hf_config = effective_config(checkpoint)
         model_class = resolve(hf_config.get("architectures") or [])
         model_config = model_class.Config.from_hf(hf_config)
@@ -107,9 +122,9 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         offline=offline,
     )
     model = build_abstract(model_class, model_config, resolved.dtype, mesh)
+    finite = "finite" in config.verification
     with phases("load the weights"):
-        name_map = name_map_for(hf_config["architectures"])
-        params = unflatten(load_params(model.shapes, checkpoint, name_map, hf_config))
+        params = _load_params(model, checkpoint, hf_config, model_config)
     cache_shape = CacheShape(
         num_layers=model_config.num_hidden_layers,
         num_kv_heads=model_config.num_key_value_heads,

@@ -1,7 +1,7 @@
 """How many cache blocks fit, and the arrays that hold them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,6 +40,10 @@ class CacheShape:
     def bytes_per_block(self) -> int:
         return self.bytes_per_token * self.block_size
 
+    def on_one_of(self, devices: int) -> "CacheShape":
+        """What each of `devices` keeps, which share the kv heads evenly."""
+        return replace(self, num_kv_heads=self.num_kv_heads // devices)
+
 
 def array_shapes(shape: CacheShape, num_blocks: int, mesh: Mesh) -> KVCache:
     """Shapes [num_blocks * S, 2, K, H] of the cache arrays, one a layer, sharded over kv heads."""
@@ -62,16 +66,6 @@ def cpu_budget() -> int:
 
 
 def count_blocks(shape: CacheShape, budget: int, *, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks that fit into `budget` bytes, and no more than all requests together can fill.
-
-    Raises:
-        ValueError: not even one block fits.
-    """
+    """Blocks that fit into `budget` bytes, and no more than all requests together can fill."""
     most = max_num_seqs * -(-max_model_len // shape.block_size)
-    blocks = min(budget // shape.bytes_per_block, most)
-    if blocks < 1:
-        raise ValueError(
-            f"No memory for even one cache block: it takes {shape.bytes_per_block / GIB:.3f} GiB "
-            f"({shape.block_size} tokens), but {max(budget, 0) / GIB:.3f} GiB are left."
-        )
-    return int(blocks)
+    return int(max(0, min(budget // shape.bytes_per_block, most)))

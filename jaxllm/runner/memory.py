@@ -1,6 +1,5 @@
 """Who holds the device's memory, and how many cache blocks are left for it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -9,34 +8,51 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.runner import kv_cache
 from jaxllm.runner.kv_cache import GIB, CacheShape
+from jaxllm.runner.mesh import TP_AXIS
 from jaxllm.runner.model_runner import make_buckets, make_programs, make_state_shapes
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.weights import AbstractModel, Params, flatten
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes a device; `total` is what the engine may use, None on the CPU."""
+class Holders:
+    """Bytes a device that are taken before the cache; `total` is what the engine may use, None on
+    the CPU."""
 
     total: int | None
     weights: int
     sampler: int
     activations: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Who gets which bytes of a device.
+
+    Attributes:
+        budget: what the cache may take.
+        cache: what it takes.
+    """
+
+    holders: Holders
+    budget: int
     cache: int
     num_blocks: int
     tokens: int
 
     def lines(self) -> list[str]:
         """The table, a line a holder."""
-        rows = [("weights", self.weights), ("sampler state", self.sampler)]
-        rows += [("largest step", self.activations), ("block cache", self.cache)]
-        if self.total is not None:
-            rows.append(("free", self.total - sum(size for _, size in rows)))
+        taken = self.holders
+        rows = [("weights", taken.weights), ("sampler state", taken.sampler)]
+        rows += [("largest step", taken.activations), ("block cache", self.cache)]
+        if taken.total is not None:
+            rows.append(("free", taken.total - sum(size for _, size in rows)))
         lines = [f"{name:>14} {size / GIB:8.3f} GiB" for name, size in rows]
         return [*lines, f"{'cache holds':>14} {self.num_blocks} blocks, {self.tokens} tokens"]
 
 
-def _device_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+def device_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """What one device holds of a sharded array."""
     assert leaf.sharding is not None
     count = 1
     for size in leaf.sharding.shard_shape(leaf.shape):
@@ -58,35 +74,73 @@ def plan_memory(
     the free memory.
 
     Raises:
-        ValueError: not even one block fits; the message names a flag value that would work.
+        ValueError: not one request of full length fits; names a flag value that would work.
     """
-    assert config.max_model_len
-    assert config.max_num_seqs
-    device = mesh.devices.flat[0]
-    total = kv_cache.device_memory(device)
-    weights = sum(map(_device_bytes, flatten(params).values()))
+    total = kv_cache.device_memory(mesh.devices.flat[0])
+    weights = sum(map(device_bytes, flatten(params).values()))
     shapes = make_state_shapes(config, cache_shape, 1, vocab_size, mesh)
-    sampler = sum(map(_device_bytes, jax.tree.leaves((shapes.rows, shapes.last_tokens))))
+    sampler = sum(map(device_bytes, jax.tree.leaves((shapes.rows, shapes.last_tokens))))
     activations = 0
     if total is not None:
         programs = make_programs(config, model, params, shapes, mesh)
         programs.step(make_buckets(config, gpu=True).largest, SamplingMode.FULL)
         # Two steps may be alive at once, each with its own outputs.
         activations = programs.peak_temp_bytes + 2 * programs.peak_output_bytes
-    budget = _budget(config, total, weights + sampler + activations)
-    tp_share = _device_bytes(shapes.kv_cache[0]) * cache_shape.num_layers
-    num_blocks = config.num_gpu_blocks_override or _count_blocks(
-        config, cache_shape, budget, lambda missing: _advice(config, total, missing)
+    shape = cache_shape.on_one_of(mesh.shape[TP_AXIS])
+    plan = divide(config, shape, Holders(total, weights, sampler, activations))
+    check_fit(config, shape, plan)
+    return plan
+
+
+def divide(config: EngineConfig, shape: CacheShape, holders: Holders) -> MemoryPlan:
+    """The blocks that are left a device; may be none (see `check_fit`).
+
+    Args:
+        config: resolved.
+        shape: what one device keeps of a token.
+    """
+    assert config.max_model_len
+    assert config.max_num_seqs
+    taken = holders.weights + holders.sampler + holders.activations
+    budget = _budget(config, holders.total, taken)
+    num_blocks = config.num_gpu_blocks_override or kv_cache.count_blocks(
+        shape, budget, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs
     )
     return MemoryPlan(
-        total=total,
-        weights=weights,
-        sampler=sampler,
-        activations=activations,
-        cache=num_blocks * tp_share,
+        holders=holders,
+        budget=budget,
+        cache=num_blocks * shape.bytes_per_block,
         num_blocks=num_blocks,
         tokens=num_blocks * config.block_size,
     )
+
+
+def check_fit(config: EngineConfig, shape: CacheShape, plan: MemoryPlan) -> None:
+    """Refuses a cache that cannot hold one request of full length, as vLLM does.
+
+    --num-gpu-blocks-override is taken as it is: who gives it wants that very number.
+
+    Raises:
+        ValueError: it does not fit; names a flag value that would work.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return
+    assert config.max_model_len
+    left, block = max(plan.budget, 0), shape.bytes_per_block
+    if plan.num_blocks < 1:
+        raise ValueError(
+            f"No memory for even one cache block: it takes {block / GIB:.3f} GiB "
+            f"({shape.block_size} tokens), but {left / GIB:.3f} GiB are left. "
+            f"{_advice(config, plan.holders.total, block - plan.budget, 'one block')}"
+        )
+    needed = -(-config.max_model_len // config.block_size) * block
+    if plan.tokens < config.max_model_len:
+        raise ValueError(
+            f"One request of --max-model-len {config.max_model_len} tokens needs "
+            f"{needed / GIB:.3f} GiB of cache, but {left / GIB:.3f} GiB are left: "
+            f"--max-model-len {plan.tokens} would fit. "
+            f"{_advice(config, plan.holders.total, needed - plan.budget, 'the full length')}"
+        )
 
 
 def _budget(config: EngineConfig, total: int | None, taken: int) -> int:
@@ -98,32 +152,16 @@ def _budget(config: EngineConfig, total: int | None, taken: int) -> int:
     return total - taken - GIB // 2
 
 
-def _count_blocks(
-    config: EngineConfig, shape: CacheShape, budget: int, advice: Callable[[int], str]
-) -> int:
-    assert config.max_model_len
-    assert config.max_num_seqs
-    try:
-        return kv_cache.count_blocks(
-            shape,
-            budget,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
-    except ValueError as error:
-        raise ValueError(f"{error} {advice(shape.bytes_per_block - budget)}") from None
-
-
-def _advice(config: EngineConfig, total: int | None, missing: int) -> str:
+def _advice(config: EngineConfig, total: int | None, missing: int, what: str) -> str:
     if config.kv_cache_memory_bytes is not None:
         needed = config.kv_cache_memory_bytes + missing
-        return f"--kv-cache-memory-bytes {needed} would fit one block."
+        return f"--kv-cache-memory-bytes {needed} would fit {what}."
     if total is None:
         return "Free some memory, or set --kv-cache-memory-bytes."
     whole = total / config.gpu_memory_utilization
     needed_share = (total + missing) / whole
     if needed_share <= 1:
-        return f"--gpu-memory-utilization {needed_share + 0.005:.2f} would fit one block."
+        return f"--gpu-memory-utilization {needed_share + 0.005:.2f} would fit {what}."
     return (
         "The device is too small even at --gpu-memory-utilization 1: take a smaller model or "
         "--dtype, or lower --max-num-batched-tokens and --max-num-seqs."

@@ -103,3 +103,22 @@ def test_a_quantized_checkpoint_is_named(folder: Path) -> None:
     config = checkpoint.config | {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(LoadError, match=r"The checkpoint is quantized \(fp8\)"):
         load_params(abstract_of(config), checkpoint, name_map_for(["LlamaForCausalLM"]), config)
+
+
+def test_changes_of_dtype_are_logged_merged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    name_map = name_map_for(["LlamaForCausalLM"])
+    abstract = abstract_of(checkpoint.config)
+    with caplog.at_level("INFO"):
+        load_params(abstract, checkpoint, name_map, checkpoint.config, progress=False)
+        assert "change dtype" not in caplog.text
+        for name, target in abstract.items():
+            if name.endswith("layernorm.weight"):
+                abstract[name] = jax.ShapeDtypeStruct(target.shape, jax.numpy.bfloat16)
+        load_params(abstract, checkpoint, name_map, checkpoint.config, progress=False)
+    assert "4 of 21 tensors change dtype, float32 -> bfloat16: model.layers.{0..1}." in caplog.text
+    caplog.clear()
+    bfloat16 = {n: jax.ShapeDtypeStruct(t.shape, jax.numpy.bfloat16) for n, t in abstract.items()}
+    with caplog.at_level("INFO"):
+        load_params(bfloat16, checkpoint, name_map, checkpoint.config, progress=False)
+    assert "21 of 21 tensors change dtype, float32 -> bfloat16: all" in caplog.text
