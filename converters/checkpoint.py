@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.hub import download, is_hub_id
+from jaxllm.converters.quant_formats import dequantized
 from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.safetensors_folder import (
     SAFETENSORS,
@@ -79,6 +80,7 @@ def open_checkpoint(
     revision: str | None = None,
     load_format: str = "auto",
     check: Check | None = None,
+    quantization: str | None = None,
 ) -> Checkpoint:
     """Opens a folder in Hugging Face form, a .gguf file, "demo" or a hub id.
 
@@ -88,12 +90,14 @@ def open_checkpoint(
             configuration alone, for random weights; "auto" takes what is there, safetensors
             rather than PyTorch files.
         check: sees the weight files before the first is opened, as `checksums.verify_files`.
+        quantization: the scheme to insist on; None takes config.json's. Packed weights are
+            dequantized when they are read (see quant_formats).
 
     Raises:
         CheckpointError: nothing there, or not whole; the message names the file.
     """
     try:
-        return _open(model, revision, load_format, check)
+        return dequantized(_open(model, revision, load_format, check), quantization)
     except OSError as error:
         raise CheckpointError(f"cannot open {model!r}: {error.strerror or error}.") from error
 
