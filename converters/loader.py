@@ -17,6 +17,7 @@ from tqdm import tqdm
 from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.dummy import dummy_params
 from jaxllm.converters.errors import LoadError
+from jaxllm.converters.finite import FiniteScan
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
 
@@ -39,6 +40,7 @@ def load_params(
     config: Mapping[str, Any],
     *,
     progress: bool = True,
+    finite: bool = False,
 ) -> dict[str, jax.Array]:
     """The parameters of `abstract`, in its dtypes and on its shardings.
 
@@ -49,14 +51,17 @@ def load_params(
         abstract: dotted name to shape, dtype and sharding.
         config: the model's, as `tied_head.effective_config` gives it.
         progress: whether to show a bar.
+        finite: whether to look for NaN and infinity in all that is read.
 
     Raises:
-        LoadError: the checkpoint does not fit; lists all that is missing, unexpected, mismatched.
+        LoadError: the checkpoint does not fit; lists all that is missing, unexpected, mismatched,
+            or not finite.
     """
     if checkpoint.source == "dummy":
         return dummy_params(abstract)
     start = time.perf_counter()
     fills = plan_load(abstract, checkpoint, name_map, config)
+    scan = FiniteScan(checkpoint) if finite else None
     total = sum(fill.nbytes for fill in fills)
     params: dict[str, jax.Array] = {}
     with (
@@ -66,9 +71,11 @@ def load_params(
         ) as bar,
     ):
         programs = _compile_all(pool, fills)
-        for fill, param in _place_all(pool, fills, checkpoint, programs):
+        for fill, param in _place_all(pool, fills, scan or checkpoint, programs):
             params[fill.param] = param
             bar.update(fill.nbytes)
+    if scan is not None:
+        scan.check()
     seconds = time.perf_counter() - start
     logger.info("loaded %.2f GB in %.1f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)
     return {name: params[name] for name in abstract}

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.safetensors_file import DTYPE_NAMES
-from jaxllm.converters.safetensors_folder import INDEX_FILE, SINGLE_FILE
+from jaxllm.converters.safetensors_folder import INDEX_FILE, SINGLE_FILE, shorten
 
 FLOAT_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -28,11 +28,17 @@ def stored_dtypes(checkpoint: Checkpoint, names: list[str], dtype: str) -> dict[
     """The dtype to write each tensor in; "auto" keeps it, and integers are never cast.
 
     Raises:
-        CheckpointError: `dtype` is none of FLOAT_DTYPES and not "auto".
+        CheckpointError: `dtype` is none of FLOAT_DTYPES and not "auto", or safetensors have no
+            name for a tensor's own.
     """
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is none of auto, {', '.join(FLOAT_DTYPES)}.")
     kept = {name: checkpoint.tensors[name].dtype for name in names}
+    if odd := [f"{name} ({old})" for name, old in kept.items() if old not in DTYPE_NAMES]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds tensors of dtypes that safetensors do not have: "
+            f"{shorten(odd)}."
+        )
     if dtype == "auto":
         return kept
     castable = {"float64", *FLOAT_DTYPES}

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 AttentionBackend = Literal["auto", "reference", "triton", "mosaic_gpu"]
+VERIFICATIONS = ("sha256", "finite")
 
 DEMO_MODEL = "demo"
 
@@ -39,6 +40,11 @@ class EngineConfig:
     )
     load_format: LoadFormat = _flag(
         "where the weights come from; dummy makes random ones", default="auto"
+    )
+    verify_weights: str | None = _flag(
+        "sha256 (compare the files with SHA256SUMS or the hub cache's names), finite (look for "
+        "NaN and infinity), or both with a comma",
+        default=None,
     )
     max_model_len: int | None = _flag(
         "longest context (prompt and output), in tokens", default=None
@@ -115,10 +121,27 @@ class EngineConfig:
             raise ValueError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}."
             )
+        self._check_verification()
         if self.trust_remote_code:
             raise ValueError(
                 "--trust-remote-code is not supported: jaxllm runs no code from a checkpoint."
             )
+
+    def _check_verification(self) -> None:
+        unknown = self.verification - {*VERIFICATIONS}
+        if unknown or (self.verify_weights is not None and not self.verification):
+            raise ValueError(
+                f"--verify-weights takes {' and '.join(VERIFICATIONS)}, got "
+                f"{self.verify_weights!r}."
+            )
+        if self.verification and self.load_format == "dummy":
+            raise ValueError("--verify-weights has nothing to verify with --load-format dummy.")
+
+    @property
+    def verification(self) -> frozenset[str]:
+        """What `verify_weights` asks for."""
+        parts = (self.verify_weights or "").split(",")
+        return frozenset(part.strip() for part in parts if part.strip())
 
     def replace(self, **changes: Any) -> "EngineConfig":
         """A copy with `changes`, checked anew."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxllm.converters.architectures import NAME_MAPS
 from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
+from jaxllm.converters.checksums import write_sums
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.safetensors_writer import (
     FLOAT_DTYPES,
@@ -79,6 +80,7 @@ def convert(
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
         _write_tokenizer(checkpoint, folder)
         write_safetensors(checkpoint, dtypes, folder, shard_bytes=shard_bytes, progress=progress)
+        write_sums(folder)
     return target
 
 

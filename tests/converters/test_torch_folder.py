@@ -9,7 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from jaxllm.convert import convert
 from jaxllm.converters.checkpoint import open_checkpoint
+from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.torch_folder import PYTORCH
 from tests.converters.tiny_models import NORM, check, error_of, load
 
@@ -88,3 +90,21 @@ def test_a_renamed_safetensors_file(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / PYTORCH.single)
     assert error_of(folder).endswith("is a safetensors file (rename it to model.safetensors), "
                                      "not a PyTorch file.")  # fmt: skip
+
+
+def test_a_converted_folder_has_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    tensors = {name: value.t().contiguous().t() for name, value in tensors_of(folder).items()}
+    (folder / "model.safetensors").unlink()
+    write_shards(folder, tensors)
+    target = convert(str(folder), tmp_path / "target", progress=False)
+    written = tensors_of(target)
+    assert set(written) == set(tensors)
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_a_dtype_that_safetensors_lack(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    odd = torch.ones(2, dtype=torch.uint8).view(torch.float8_e4m3fnuz)
+    torch.save({NORM: odd}, folder / PYTORCH.single)
+    with pytest.raises(CheckpointError, match=rf"do not have: {NORM} \(float8_e4m3fnuz\)"):
+        convert(str(folder), tmp_path / "target", progress=False)
