@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.converters import llama, qwen2, qwen3
 from jaxllm.converters.name_map import NameMap
+
+if TYPE_CHECKING:  # files are converted without jax
+    import jax
 
 NAME_MAPS: dict[str, NameMap] = {
     "LlamaForCausalLM": llama.NAME_MAP,
@@ -16,7 +17,7 @@ NAME_MAPS: dict[str, NameMap] = {
     "Qwen3ForCausalLM": qwen3.NAME_MAP,
 }
 
-Params = dict[str, jax.Array]
+Params = dict[str, "jax.Array"]
 PostLoad = Callable[[Params, Any], Params]
 """(dotted name -> parameter, the model's config) -> the same names, shapes and dtypes."""
 

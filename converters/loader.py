@@ -20,6 +20,7 @@ from jaxllm.converters.errors import LoadError
 from jaxllm.converters.finite import FiniteScan
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
+from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, restore_params
 
 __all__ = ["LoadError", "load_params"]
 
@@ -59,6 +60,8 @@ def load_params(
     """
     if checkpoint.source == "dummy":
         return dummy_params(abstract)
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        return restore_params(abstract, checkpoint, progress=progress)
     start = time.perf_counter()
     fills = plan_load(abstract, checkpoint, name_map, config)
     scan = FiniteScan(checkpoint) if finite else None

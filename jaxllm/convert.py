@@ -1,4 +1,7 @@
-"""`python -m jaxllm.convert SRC DST`: writes any readable checkpoint as a Hugging Face folder."""
+"""`python -m jaxllm.convert SRC DST`: writes any readable checkpoint as a Hugging Face folder.
+
+With --to orbax the weights are written as the engine holds them, for faster starts on any mesh.
+"""
 
 import argparse
 import contextlib
@@ -42,6 +45,10 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
 )
 
+TARGETS = ("safetensors", "orbax")
+# Devices over which an Orbax tree is split, if its shapes allow; the first that does is taken.
+SPLITS = (8, 4, 2, 1)
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,20 +56,24 @@ def convert(
     source: str,
     target: str | Path,
     *,
+    to: str = "safetensors",
     dtype: str = "auto",
     revision: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> Path:
-    """Writes `source` as a folder that transformers loads, and returns the folder.
+    """Writes `source` as a folder and returns the folder.
 
     The folder appears under its name only once it is complete.
 
     Args:
         source: a folder, a .gguf file, "demo" or a hub id.
         target: a new or empty folder.
+        to: "safetensors", which transformers loads too, or "orbax": the model's own parameter
+            tree, which is held in memory meanwhile. That runs JAX, which reserves the GPU if
+            there is one and jax_platforms has not been set to "cpu", as the command does.
         dtype: of the floating-point tensors; "auto" keeps each as it is (float32 where the
-            source is a dequantized GGUF).
+            source is a dequantized GGUF); an Orbax tree has one for all, the most frequent.
         shard_bytes: beyond this size of the weights, in bytes, they are split over several files.
 
     Raises:
@@ -70,18 +81,71 @@ def convert(
     """
     target = Path(target).expanduser()
     _check_target(target)
+    if to not in TARGETS:
+        raise CheckpointError(f"to {to!r} is none of {', '.join(TARGETS)}.")
     checkpoint = open_checkpoint(source, revision=revision)
+    if checkpoint.source == "orbax":
+        raise CheckpointError(
+            f"{source} is converted already: convert from the checkpoint that it was made of."
+        )
     config = effective_config(checkpoint)
     dtypes = stored_dtypes(checkpoint, _wanted_tensors(checkpoint, config), dtype)
     with _appearing_folder(target) as folder:
         _check_space(folder, checkpoint, dtypes)
-        _write_json(folder / "config.json", _written_config(config, dtypes))
+        written = _written_config(config, dtypes)
+        _write_json(folder / "config.json", written)
         if checkpoint.generation_config:
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
         _write_tokenizer(checkpoint, folder)
-        write_safetensors(checkpoint, dtypes, folder, shard_bytes=shard_bytes, progress=progress)
+        if to == "orbax":
+            _write_parameters(checkpoint, written, folder, progress=progress)
+        else:
+            write_safetensors(
+                checkpoint, dtypes, folder, shard_bytes=shard_bytes, progress=progress
+            )
         write_sums(folder)
     return target
+
+
+def _write_parameters(
+    checkpoint: Checkpoint, config: dict[str, Any], folder: Path, *, progress: bool
+) -> None:
+    """Fills the model on the CPU and writes its parameters, in config["dtype"], through Orbax.
+
+    They are split over virtual devices, for the chunks of the files to follow the sharding.
+    """
+    # Imported here, since safetensors need no jax.
+    import jax
+
+    from jaxllm.converters.architectures import name_map_for
+    from jaxllm.converters.loader import load_params
+    from jaxllm.converters.orbax_checkpoint import write_orbax
+    from jaxllm.models.registry import resolve
+    from jaxllm.runner.mesh import make_mesh
+    from jaxllm.runner.weights import build_abstract
+
+    dtype = config.get("dtype", "float32")
+    model_class = resolve(config.get("architectures") or [])
+    model_config = model_class.Config.from_hf(config)
+    devices = jax.devices("cpu")
+    shapes: dict[str, Any] = {}
+    for size in (n for n in SPLITS if n <= len(devices)):
+        mesh = make_mesh(devices, tensor_parallel_size=size)
+        shapes = build_abstract(model_class, model_config, dtype, mesh).shapes
+        if all(_divides(target) for target in shapes.values()):
+            break
+    name_map = name_map_for(config["architectures"])
+    params = load_params(shapes, checkpoint, name_map, config, progress=progress)
+    write_orbax(params, folder, architecture=model_class.__name__, dtype=dtype)
+
+
+def _divides(target: Any) -> bool:
+    """Whether the mesh splits a ShapeDtypeStruct evenly."""
+    try:
+        target.sharding.shard_shape(target.shape)
+    except ValueError:
+        return False
+    return True
 
 
 def _wanted_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
@@ -175,11 +239,23 @@ def _appearing_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def _keep_to_cpu() -> None:
+    """Leaves the GPUs alone and makes virtual CPU devices, unless JAX runs already."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", SPLITS[0])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command: 0, or 1 after a message on stderr."""
     parser = argparse.ArgumentParser(prog="python -m jaxllm.convert", description=__doc__)
     parser.add_argument("source", metavar="SRC", help="a folder, a .gguf file, 'demo' or a hub id")
     parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
+    parser.add_argument(
+        "--to", choices=TARGETS, default=TARGETS[0], help="format of the written weights"
+    )
     parser.add_argument(
         "--dtype",
         choices=["auto", *FLOAT_DTYPES],
@@ -189,9 +265,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="hub revision of the source")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if options.to == "orbax":
+        _keep_to_cpu()
     try:
         folder = convert(
-            options.source, options.target, dtype=options.dtype, revision=options.revision
+            options.source,
+            options.target,
+            to=options.to,
+            dtype=options.dtype,
+            revision=options.revision,
         )
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
