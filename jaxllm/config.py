@@ -12,9 +12,9 @@ VERIFICATIONS = ("sha256", "finite")
 DEMO_MODEL = "demo"
 
 
-def _flag(help_text: str, **kwargs: Any) -> Any:
-    """A field whose help text becomes the flag's (see serve/args.py)."""
-    return field(metadata={"help": help_text}, **kwargs)
+def _flag(help_text: str, *, short: str = "", **kwargs: Any) -> Any:
+    """A field whose help text, and letter if any, become the flag's (see serve/args.py)."""
+    return field(metadata={"help": help_text, "short": short}, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,12 @@ class EngineConfig:
     )
     load_format: LoadFormat = _flag(
         "where the weights come from; dummy makes random ones", default="auto"
+    )
+    quantization: str | None = _flag(
+        "how the checkpoint's weights are quantized, where config.json does not say it: awq, "
+        "gptq, compressed-tensors, fp8 or bitsandbytes; they are dequantized when loading",
+        short="-q",
+        default=None,
     )
     verify_weights: str | None = _flag(
         "sha256 (compare the files with SHA256SUMS or the hub cache's names), finite (look for "

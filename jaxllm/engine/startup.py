@@ -14,6 +14,7 @@ import jax
 from jaxllm.config import EngineConfig
 from jaxllm.converters.architectures import name_map_for
 from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
+from jaxllm.converters.checksums import verify_files
 from jaxllm.converters.loader import load_params
 from jaxllm.converters.renamed import after_load, with_registered_names
 from jaxllm.converters.tied_head import effective_config
@@ -85,11 +86,28 @@ def eos_ids(*configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def _find_checkpoint(config: EngineConfig) -> Checkpoint:
+    checkpoint = open_checkpoint(
+        config.model,
+        revision=config.revision,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        check=verify_files if "sha256" in config.verification else None,
+    )
+    load_plugins()
+    return with_registered_names(checkpoint)
+
+
 def _load_params(
-    model: AbstractModel, checkpoint: Checkpoint, hf_config: dict[str, Any], model_config: Any
+    config: EngineConfig,
+    model: AbstractModel,
+    checkpoint: Checkpoint,
+    hf_config: dict[str, Any],
+    model_config: Any,
 ) -> Params:
     architectures = hf_config["architectures"]
     name_map = name_map_for(architectures)
+    finite = "finite" in config.verification
     params = load_params(model.shapes, checkpoint, name_map, hf_config, finite=finite)
     return unflatten(after_load(architectures, params, model.shapes, model_config))
 
@@ -103,14 +121,7 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     configure_jax(config)
     phases = Phases(log)
     with phases("find the checkpoint"):
-        checkpoint = open_checkpoint(
-            config.model,
-            revision=config.revision,
-            load_format=config.load_format,
-            check=verify_files if "sha256" in config.verification else None,
-        )
-        load_plugins()
-        checkpoint = with_registered_names(checkpoint)
+        checkpoint = _find_checkpoint(config)
         hf_config = effective_config(checkpoint)
         model_class = resolve(hf_config.get("architectures") or [])
         model_config = model_class.Config.from_hf(hf_config)
@@ -122,9 +133,8 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         offline=offline,
     )
     model = build_abstract(model_class, model_config, resolved.dtype, mesh)
-    finite = "finite" in config.verification
     with phases("load the weights"):
-        params = _load_params(model, checkpoint, hf_config, model_config)
+        params = _load_params(config, model, checkpoint, hf_config, model_config)
     cache_shape = CacheShape(
         num_layers=model_config.num_hidden_layers,
         num_kv_heads=model_config.num_key_value_heads,

@@ -83,7 +83,8 @@ def add_flags(parser: argparse._ActionsContainer, config: type) -> None:
             help_text += f" (default: {field.default})"
         kwargs = {"default": argparse.SUPPRESS, "help": help_text, "dest": field.name}
         kwargs |= _kwargs(field.name, hints[field.name])
-        parser.add_argument("--" + field.name.replace("_", "-"), **kwargs)
+        names = ["--" + field.name.replace("_", "-"), field.metadata.get("short")]
+        parser.add_argument(*filter(None, names), **kwargs)
 
 
 def _kwargs(name: str, hint: Any) -> dict[str, Any]:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxllm.config import EngineConfig
 from jaxllm.converters.checkpoint import open_checkpoint
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.quant_formats import QuantizedCheckpoint, dequantized
+from jaxllm.serve.args import parse_args
 from tests.converters.quant_cases import BY_NAME, MemoryCheckpoint, compressed_config, packed
 from tests.converters.quant_packers import FP8, Tensors
 from tests.converters.tiny_models import error_of, save_model
@@ -248,6 +250,11 @@ def test_the_method_given_must_be_the_checkpoints() -> None:
     plain = {"m.q_proj.weight": WEIGHT}
     assert "somewhere holds no fp8 weights" in refused(None, plain, "fp8")
     assert opened(None, plain).tensors["m.q_proj.weight"].dtype == np.float32
+
+
+def test_the_flag_sets_the_engines_method() -> None:
+    for flag in ("-q", "--quantization"):
+        assert parse_args(["M", flag, "awq"])[0] == EngineConfig(model="M", quantization="awq")
 
 
 def test_early_configs_are_recognised() -> None:
