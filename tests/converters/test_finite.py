@@ -1,6 +1,7 @@
 """NaN and infinite weights are found while loading, all of them."""
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +15,12 @@ from jaxllm.converters.finite import count_not_finite
 from jaxllm.converters.loader import load_params
 from tests.converters.tiny_models import NORM, abstract_of, change_tensors
 
-DTYPES = ["float64", "float32", "float16", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
+DTYPES: list[Any] = ["float64", "float32", "float16", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_every_kind_of_bad_value_is_counted(dtype: object, bad: float) -> None:
+def test_every_kind_of_bad_value_is_counted(dtype: Any, bad: float) -> None:
     good = np.linspace(-300, 300, 5000).astype(np.dtype(dtype)).reshape(50, 100)
     assert count_not_finite(good) == 0
     values = good.copy()
