@@ -163,6 +163,6 @@ def _advice(config: EngineConfig, total: int | None, missing: int, what: str) ->
     if needed_share <= 1:
         return f"--gpu-memory-utilization {needed_share + 0.005:.2f} would fit {what}."
     return (
-        "The device is too small even at --gpu-memory-utilization 1: take a smaller model or "
-        "--dtype, or lower --max-num-batched-tokens and --max-num-seqs."
+        f"For {what} the device is too small even at --gpu-memory-utilization 1: take a smaller "
+        "model or --dtype, or lower --max-num-batched-tokens and --max-num-seqs."
     )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Params = dict[Any, Any]
 """Nested dict of arrays; the keys of a list are its indices."""
@@ -30,9 +30,12 @@ class AbstractModel:
     shapes: dict[str, jax.ShapeDtypeStruct]
 
 
-def build_abstract(model_class: type, model_config: Any, dtype: Any, mesh: Mesh) -> AbstractModel:
+def build_abstract(
+    model_class: type, model_config: Any, dtype: Any, mesh: Mesh | AbstractMesh
+) -> AbstractModel:
     """Declares the model on `mesh` without allocating anything."""
-    with jax.set_mesh(mesh):
+    shape_only = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    with jax.sharding.use_abstract_mesh(shape_only):
         abstract = nnx.eval_shape(lambda: model_class(model_config, jnp.dtype(dtype)))
     graphdef, state = nnx.split(abstract)
     shapes = {
