@@ -109,7 +109,7 @@ def _open(model: str, revision: str | None, load_format: str, check: Check | Non
         # Imported here: the other formats are read without jax.
         from jaxllm.converters.orbax_checkpoint import open_orbax
 
-        return open_orbax(path)
+        return open_orbax(path, check)
     gguf = _gguf_of(path, load_format)
     if gguf is None:
         if load_format == "dummy":

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from jaxllm.converters.errors import CheckpointError, LoadError
+from jaxllm.converters.finite import FiniteScan
 from jaxllm.converters.load_report import LoadReport
 from jaxllm.converters.orbax_manifest import MANIFEST_FILE, PARAMS_FOLDER, Manifest, read_manifest
 from jaxllm.converters.safetensors_file import TensorInfo
-from jaxllm.converters.safetensors_folder import read_config, read_generation_config
+from jaxllm.converters.safetensors_folder import Check, read_config, read_generation_config
 
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
 # Small enough that a device's slice of a chunked matrix needs little beyond itself to be read.
@@ -55,13 +57,18 @@ class OrbaxCheckpoint:
         return _restore(self.path, {name: 0}, as_numpy)[name][index or ()]
 
 
-def open_orbax(path: Path) -> OrbaxCheckpoint:
+def open_orbax(path: Path, check: Check | None = None) -> OrbaxCheckpoint:
     """Opens a folder that `write_orbax` finished.
+
+    Args:
+        check: sees the manifest and the arrays' files before any is used.
 
     Raises:
         CheckpointError: the manifest is missing or broken, or a file is not as it says.
     """
     manifest = read_manifest(path)
+    if check is not None:
+        check([path / name for name in (MANIFEST_FILE, *manifest.files)])
     return OrbaxCheckpoint(path, read_config(path), read_generation_config(path), manifest)
 
 
@@ -103,13 +110,15 @@ def restore_params(
     checkpoint: OrbaxCheckpoint,
     *,
     progress: bool = True,
+    finite: bool = False,
 ) -> dict[str, jax.Array]:
     """The parameters of `abstract`, in its dtypes; each device reads its own shards only.
 
     What is read at one time takes no more host memory than twice the largest parameter.
 
     Raises:
-        LoadError: the folder's parameters are not those of the model; lists all differences.
+        LoadError: the folder's parameters are not those of the model, or with `finite` some hold
+            NaN or infinity; lists all.
         CheckpointError: the arrays cannot be read.
     """
     import orbax.checkpoint as ocp
@@ -117,6 +126,7 @@ def restore_params(
     start = time.perf_counter()
     _check(abstract, checkpoint)
     args = dict(ocp.checkpoint_utils.construct_restore_args(dict(abstract)))
+    scan = FiniteScan(checkpoint)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     params: dict[str, jax.Array] = {}
     with tqdm(
@@ -126,10 +136,18 @@ def restore_params(
             wanted = {name: abstract[name] for name in names}
             restored = _restore(checkpoint.path, wanted, {name: args[name] for name in names})
             params |= jax.block_until_ready(restored)
+            counts = {name: int(_count_not_finite(params[name])) for name in names if finite}
+            scan.found |= {name: count for name, count in counts.items() if count}
             bar.update(sum(checkpoint.tensors[name].nbytes for name in names))
+    scan.check()
     seconds = time.perf_counter() - start
     logger.info("loaded %.2f GB in %.1f s (%.2f GB/s)", total / 1e9, seconds, total / 1e9 / seconds)
     return {name: params[name] for name in abstract}
+
+
+@jax.jit
+def _count_not_finite(array: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(array))
 
 
 def _partition(array: jax.Array) -> list[Any]:

@@ -74,9 +74,12 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def with_registered_names(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` under the names that its architecture's registration gives its tensors."""
+    """`checkpoint` under the names that its architecture's registration gives its tensors.
+
+    A converted folder has the model's own names already.
+    """
     found = find_architecture(checkpoint.config.get("architectures") or [])
-    if found is None or not found.renames:
+    if found is None or not found.renames or checkpoint.source == "orbax":
         return checkpoint
     return RenamedCheckpoint(checkpoint, found.renames)
 

@@ -88,23 +88,33 @@ def convert(
         raise CheckpointError(
             f"{source} is converted already: convert from the checkpoint that it was made of."
         )
-    config = effective_config(checkpoint)
-    dtypes = stored_dtypes(checkpoint, _wanted_tensors(checkpoint, config), dtype)
+    named = _under_registered_names(checkpoint) if to == "orbax" else checkpoint
+    config = effective_config(named)
+    dtypes = stored_dtypes(named, _wanted_tensors(named, config), dtype)
     with _appearing_folder(target) as folder:
-        _check_space(folder, checkpoint, dtypes)
+        _check_space(folder, named, dtypes)
         written = _written_config(config, dtypes)
         _write_json(folder / "config.json", written)
         if checkpoint.generation_config:
             _write_json(folder / "generation_config.json", checkpoint.generation_config)
         _write_tokenizer(checkpoint, folder)
         if to == "orbax":
-            _write_parameters(checkpoint, written, folder, progress=progress)
+            _write_parameters(named, written, folder, progress=progress)
         else:
             write_safetensors(
                 checkpoint, dtypes, folder, shard_bytes=shard_bytes, progress=progress
             )
         write_sums(folder)
     return target
+
+
+def _under_registered_names(checkpoint: Checkpoint) -> Checkpoint:
+    # Imported here, since safetensors need no jax.
+    from jaxllm.converters.renamed import with_registered_names
+    from jaxllm.registration import load_plugins
+
+    load_plugins()
+    return with_registered_names(checkpoint)
 
 
 def _write_parameters(
@@ -120,7 +130,7 @@ def _write_parameters(
     from jaxllm.converters.architectures import name_map_for
     from jaxllm.converters.loader import load_params
     from jaxllm.converters.orbax_checkpoint import write_orbax
-    from jaxllm.models.registry import resolve
+    from jaxllm.registration import resolve
     from jaxllm.runner.mesh import make_mesh
     from jaxllm.runner.weights import build_abstract
 
@@ -275,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
             dtype=options.dtype,
             revision=options.revision,
         )
-    except CheckpointError as error:
+    except ValueError as error:  # CheckpointError among them
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"wrote {folder}")

@@ -17,12 +17,23 @@ from jax.sharding import Mesh
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.convert import convert
+from jaxllm.converters import architectures
 from jaxllm.converters.checkpoint import open_checkpoint
 from jaxllm.converters.errors import CheckpointError, LoadError
 from jaxllm.converters.loader import load_params
 from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, write_orbax
 from jaxllm.converters.orbax_manifest import MANIFEST_FILE
-from tests.converters.tiny_models import ARCHITECTURES, abstract_of, error_of, load, save_model
+from jaxllm.converters.renamed import with_registered_names
+from jaxllm.models import registry
+from jaxllm.registration import register_model
+from tests.converters.tiny_models import (
+    ARCHITECTURES,
+    abstract_of,
+    change_tensors,
+    error_of,
+    load,
+    save_model,
+)
 from tests.engine.tiny_engine import save_tiny_llama
 
 
@@ -110,6 +121,22 @@ def test_single_parameters_are_read_as_arrays(saved_orbax: Path, eight_heads: Pa
     np.testing.assert_array_equal(checkpoint.read("lm_head.weight", part), expected[part])
     with pytest.raises(KeyError, match="no parameter 'other'"):
         checkpoint.read("other")
+
+
+def test_registered_names_are_resolved_when_converting(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architectures, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))
+    expected = load(folder)
+    change_tensors(folder, lambda tensors: tensors.update(head=tensors.pop("lm_head.weight")))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["FinForCausalLM"]}))
+    register_model("FinForCausalLM", model="LlamaForCausalLM", rename={"head": "lm_head.weight"})
+    target = convert(str(folder), tmp_path / "target", to="orbax", progress=False)
+    checkpoint = open_checkpoint(str(target))
+    assert with_registered_names(checkpoint) is checkpoint
+    assert_same(load(target), expected)
 
 
 def test_llm_generates_the_tokens_of_the_source(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.convert import convert, main
 from jaxllm.converters.checkpoint import open_checkpoint
-from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.checksums import verify_files
+from jaxllm.converters.errors import CheckpointError, LoadError
+from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, restore_params
 from jaxllm.converters.orbax_manifest import MANIFEST_FILE
-from tests.converters.tiny_models import error_of, load
+from tests.converters.tiny_models import abstract_of, error_of, load
 
 KILLED_AT = {
     "Orbax's own rename": "import os as owner; name = 'rename'; "
@@ -91,6 +94,25 @@ def test_damaged_files_give_an_error_that_names_the_folder(converted: Path, name
     message = str(caught.value)
     assert message.startswith(f"{converted / 'params'} cannot be read: ")
     assert message.endswith("convert the model again.")
+
+
+def test_sums_and_values_are_verified_on_request(converted: Path) -> None:
+    open_checkpoint(str(converted), check=verify_files)
+    checkpoint = open_checkpoint(str(converted))
+    rows = checkpoint.read("lm_head.weight", (slice(0, 12),)).tobytes()  # a device's part
+    files = [path for path in (converted / "params").rglob("*") if path.is_file()]
+    (file,) = (path for path in files if rows in path.read_bytes())
+    data = bytearray(file.read_bytes())
+    at = data.index(rows)
+    data[at : at + 4] = np.float32(np.nan).tobytes()
+    file.write_bytes(data)
+    assert f"{file} has the SHA-256" in error_of(converted, check=verify_files)
+    abstract = abstract_of(dict(checkpoint.config))
+    checkpoint = open_checkpoint(str(converted))
+    assert isinstance(checkpoint, OrbaxCheckpoint)
+    restore_params(abstract, checkpoint, progress=False)
+    with pytest.raises(LoadError, match=r"in 1 tensors:\n  lm_head.weight  1 of 3,072 values"):
+        restore_params(abstract, checkpoint, progress=False, finite=True)
 
 
 @pytest.mark.parametrize(
