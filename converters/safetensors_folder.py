@@ -85,8 +85,14 @@ class SafetensorsFolder(WeightsFolder):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of the folder `path`."""
-    return read_json(path / "config.json")
+    """config.json of the folder `path`; raises CheckpointError if `architectures` is no list."""
+    config = read_json(path / "config.json")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{path / 'config.json'}: architectures must be a list of names, is {names!r:.80}."
+        )
+    return config
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:

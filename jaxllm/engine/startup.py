@@ -16,6 +16,7 @@ from jaxllm.converters.architectures import name_map_for
 from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
 from jaxllm.converters.checksums import verify_files
 from jaxllm.converters.loader import load_params
+from jaxllm.converters.model_config import read_model_config
 from jaxllm.converters.renamed import after_load, with_registered_names
 from jaxllm.converters.tied_head import effective_config
 from jaxllm.registration import load_plugins, resolve
@@ -123,8 +124,7 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     with phases("find the checkpoint"):
         checkpoint = _find_checkpoint(config)
         hf_config = effective_config(checkpoint)
-        model_class = resolve(hf_config.get("architectures") or [])
-        model_config = model_class.Config.from_hf(hf_config)
+        model_class, model_config = read_model_config(resolve, hf_config, checkpoint.path)
     with phases("find the devices"):
         mesh = make_mesh()
     resolved = config.resolve(

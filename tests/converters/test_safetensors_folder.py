@@ -119,6 +119,14 @@ def test_broken_json_is_named(folder: Path, name: str, text: str) -> None:
     assert str(folder / name) in error_of(folder)
 
 
+@pytest.mark.parametrize("value", [7, "LlamaForCausalLM", [1], {"a": 1}])
+def test_architectures_are_a_list_of_names(folder: Path, value: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": value}))
+    message = error_of(folder)
+    assert message.startswith(f"{folder / 'config.json'}: architectures must be a list of names")
+
+
 def test_a_link_to_nowhere_is_named(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.unlink()
