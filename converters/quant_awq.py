@@ -16,6 +16,7 @@ from jaxllm.converters.quant_layout import (
     Layout,
     Parts,
     bad_setting,
+    dequantize_groups,
     group_size_in,
     is_listed,
     names_in,
@@ -61,17 +62,14 @@ class Awq:
             raise parts.bad("qweight", f"has {inputs} inputs, not whole groups of {size}")
         parts.need_shape("qzeros", ("int32",), (inputs // size, words))
         parts.need_shape("scales", FLOATS, (inputs // size, outputs))
-        return Layout((outputs, inputs), self.suffixes, partial(_rows, parts, size))
+        return Layout((outputs, inputs), self.suffixes, partial(_rows, parts))
 
 
-def _rows(parts: Parts, size: int, start: int, stop: int) -> np.ndarray:
+def _rows(parts: Parts, start: int, stop: int) -> np.ndarray:
     words = (slice(None), slice(start // _PER_WORD, -(-stop // _PER_WORD)))
     codes, zeros = (
         unpack(parts.read(part, words), _BITS, stop - start, _FIELD_OF_COLUMN)
         for part in ("qweight", "qzeros")
     )
     scales = parts.floats("scales", (slice(None), slice(start, stop)))
-    values = codes.reshape(-1, size, stop - start).astype(np.float32)
-    values -= zeros[:, None]
-    values *= scales[:, None]
-    return values.reshape(-1, stop - start).T
+    return dequantize_groups(np.ascontiguousarray(codes.T), zeros.T, scales.T)

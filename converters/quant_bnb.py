@@ -28,6 +28,7 @@ from jaxllm.converters.quant_layout import (
 _KINDS = ("nf4", "fp4")
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in _KINDS)
 _STORAGE = ("uint8", "int8", "float16", "bfloat16", "float32")
+_MOST_IN_A_BLOCK = 2**16  # bitsandbytes has at most 4096
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
@@ -105,7 +106,7 @@ def _four_bit(parts: Parts, state_part: str) -> Layout:
     nested = 0
     if any(part in parts for part in _NESTED) or "nested_blocksize" in state:
         nested = _count(parts, state_part, state, "nested_blocksize")
-        if not isinstance(state.get("nested_offset"), int | float):
+        if not isinstance(state.get("nested_offset"), float):
             raise parts.bad(state_part, "has no nested_offset")
         parts.need_shape("weight.absmax", ("uint8",), (blocks,))
         parts.need_shape("weight.nested_absmax", FLOATS, (-(-blocks // nested),))
@@ -163,6 +164,6 @@ def _shape_in(parts: Parts, part: str, state: dict[str, Any]) -> tuple[int, int]
 
 def _count(parts: Parts, part: str, state: dict[str, Any], key: str) -> int:
     value = state.get(key)
-    if type(value) is int and value > 0:
+    if type(value) is int and 0 < value <= _MOST_IN_A_BLOCK:
         return value
     raise parts.bad(part, f"has {key} = {value!r}, which is no number of weights")

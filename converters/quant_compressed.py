@@ -188,7 +188,8 @@ def _naive(parts: Parts, group: _Group) -> Layout:
     if "weight_g_idx" in parts:
         parts.need_shape("weight_g_idx", ("int32", "int64"), (shape[1],))
         used.append("weight_g_idx")
-    rows = partial(_naive_rows, parts, group.block, shape[1])
+    block = tuple(map(min, group.block, shape))
+    rows = partial(_naive_rows, parts, block, shape[1])
     return Layout((shape[0], shape[1]), tuple(used), rows)
 
 

@@ -42,7 +42,7 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 # Where AutoAWQ and AutoGPTQ put the settings before config.json had them.
 _CONFIG_FILES = {"awq": "quant_config.json", "gptq": "quantize_config.json"}
 
-_SLAB_ELEMENTS = 2**22
+_SLAB_ELEMENTS = 2**19  # two MB of float32: what a core's cache holds
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class QuantizedCheckpoint:
             return self.read(name)[index]
         width = len(range(*columns.indices(layout.shape[1])))
         values = np.empty((max(0, stop - start), width), np.float32)
-        slab = max(1, _SLAB_ELEMENTS // layout.shape[1] // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        slab = max(1, _SLAB_ELEMENTS // max(1, layout.shape[1]) // ROW_ALIGNMENT) * ROW_ALIGNMENT
         for at in range(start // ROW_ALIGNMENT * ROW_ALIGNMENT, stop, slab):
             first, last = max(at, start), min(at + slab, stop)
             try:

@@ -34,7 +34,10 @@ class Fp8:
     """
 
     suffixes = ("weight", *_SCALES)
-    unused = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+    unused = (
+        *("input_scale", "act_scale", "activation_scale", "output_scale"),
+        *("q_scale", "k_scale", "v_scale", "kv_scale"),
+    )
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         fmt = setting(config, "fmt", str, "e4m3")
@@ -63,10 +66,12 @@ class Fp8:
         assert scale is not None  # a module has a part, and "weight" is the only other one
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (outputs, 1)]
         if self._block and scale == "weight_scale_inv":
-            blocks = (-(-outputs // self._block[0]), -(-inputs // self._block[1]))
-            shapes = [blocks]
+            shapes = [(-(-outputs // self._block[0]), -(-inputs // self._block[1]))]
         parts.need_shape(scale, (*FLOATS, "float8_e8m0fnu"), *shapes)
-        rows = partial(_rows, parts, scale, self._block if len(shapes) == 1 else None)
+        blocks = None
+        if len(shapes) == 1:
+            blocks = min(self._block[0], outputs), min(self._block[1], inputs)
+        rows = partial(_rows, parts, scale, blocks)
         return Layout((outputs, inputs), ("weight", scale), rows)
 
 

@@ -8,6 +8,7 @@ nn_modules/qlinear/__init__.py, utils/model.py, utils/model_dequant.py); "gptq_v
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxllm.converters.quant_layout import (
     Layout,
     Parts,
     bad_setting,
+    dequantize_groups,
     group_size_in,
     is_listed,
     matches,
@@ -30,6 +32,17 @@ from jaxllm.converters.quant_layout import (
 
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """How a weight's codes are stored; ordered: by g_idx; offset: zeros are less by one."""
+
+    bits: int
+    inputs: int
+    group_size: int
+    ordered: bool
+    offset: bool
 
 
 class Gptq:
@@ -45,6 +58,7 @@ class Gptq:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._bits = _bits_in(config)
         self._group_size = group_size_in(config, "group_size")
+        self._ordered = setting(config, "desc_act", bool, False)
         self._ignored = names_in(config, "modules_to_not_convert")
         self._dynamic = setting(config, "dynamic", dict, {})
         found = {key: setting(config, key, str, "") for key in ("checkpoint_format", "format")}
@@ -64,7 +78,10 @@ class Gptq:
         override = self._override(parts.module) or {}
         bits = _bits_in(override) if "bits" in override else self._bits
         size = group_size_in(override, "group_size") if "group_size" in override else None
-        return _layout(parts, bits, size or self._group_size, self._offset)
+        size = size or self._group_size
+        if setting(override, "desc_act", bool, self._ordered) and size != -1:
+            parts.need("g_idx")
+        return _layout(parts, bits, size, self._offset)
 
     def _override(self, module: str) -> dict[str, Any] | None:
         """What `dynamic` sets for the module: "-:expression" excepts it, which is None."""
@@ -98,22 +115,25 @@ def _layout(parts: Parts, bits: int, size: int, offset: bool) -> Layout:
     parts.need_shape("qzeros", ("int32",), (groups, words_of(outputs, bits)))
     parts.need_shape("scales", FLOATS, (groups, outputs))
     used = ("qweight", "qzeros", "scales", *(["g_idx"] if "g_idx" in parts else []))
-    step = inputs if size == -1 else size
-    rows = partial(_rows, parts, bits, inputs, step if not ordered else None, offset)
+    step = inputs if size == -1 else min(size, inputs)
+    rows = partial(_rows, parts, _Codes(bits, inputs, step, ordered, offset))
     return Layout((outputs, inputs), used, rows)
 
 
-def _rows(
-    parts: Parts, bits: int, inputs: int, step: int | None, offset: bool, start: int, stop: int
-) -> np.ndarray:
+def _rows(parts: Parts, stored: _Codes, start: int, stop: int) -> np.ndarray:
+    bits, inputs, size = stored.bits, stored.inputs, stored.group_size
     columns = (slice(None), slice(start, stop))
-    group = np.arange(inputs) // step if step else _order(parts)
     codes = unpack(parts.read("qweight", columns).T, bits, inputs)
     words = (slice(None), slice(start * bits // 32, words_of(stop, bits)))
-    zeros = _zeros(parts.read("qzeros", words), bits, stop - start, offset)
+    zeros = _zeros(parts.read("qzeros", words), bits, stop - start, stored.offset)
     scales = parts.floats("scales", columns)
+    group = np.arange(inputs) // size
+    if stored.ordered and not np.array_equal(given := _order(parts), group):
+        group = given
+    elif inputs % size == 0:
+        return dequantize_groups(codes, zeros.T, scales.T)
     values = codes.astype(np.float32)
-    values -= zeros.T[:, group]
+    values -= zeros.T.astype(np.float32)[:, group]
     values *= scales.T[:, group]
     return values
 

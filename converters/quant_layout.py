@@ -1,7 +1,7 @@
 """What the quantized formats share: a weight's stored tensors, their checks and bit fields."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,7 +116,7 @@ def as_float32(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)
 
 
-def unpack(words: np.ndarray, bits: int, count: int, order: Iterable[int] = ()) -> np.ndarray:
+def unpack(words: np.ndarray, bits: int, count: int, order: Sequence[int] = ()) -> np.ndarray:
     """The first `count` bit fields along the last axis, u8[..., count].
 
     The words of a row are one string of bits, lowest first, so that a field may span two words.
@@ -125,17 +125,34 @@ def unpack(words: np.ndarray, bits: int, count: int, order: Iterable[int] = ()) 
         words: int32[..., words].
         order: field in the word by position, if it is not the identity.
     """
-    words = np.ascontiguousarray(words).view(np.uint32)
-    if 32 % bits == 0:
-        shifts = np.arange(0, 32, bits, dtype=np.uint32)
-        places = list(order)
-        shifts = shifts[places] if places else shifts
-        mask = np.uint32(2**bits - 1)
-        fields = ((words[..., None] >> shifts) & mask).astype(np.uint8)
+    octets = np.ascontiguousarray(words).view(np.uint8)  # little-endian, as the files are
+    if 8 % bits == 0:
+        fields = np.empty((*octets.shape, 8 // bits), np.uint8)
+        for place in range(8 // bits):
+            fields[..., place] = (octets >> (place * bits)) & (2**bits - 1)
+        if order:
+            fields = fields.reshape(*words.shape, 32 // bits)[..., list(order)]
         return fields.reshape(*words.shape[:-1], -1)[..., :count]
-    stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
-    stream = stream[..., : count * bits].reshape(*words.shape[:-1], count, bits)
-    return stream @ (1 << np.arange(bits, dtype=np.uint8))
+    stream = np.unpackbits(octets, axis=-1, count=count * bits, bitorder="little")
+    stream = stream.reshape(*words.shape[:-1], count, bits)
+    fields = stream[..., 0].copy()
+    for place in range(1, bits):
+        fields |= stream[..., place] << place
+    return fields
+
+
+def dequantize_groups(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """(code - zero) * scale for u8[rows, in] and one zero and scale for each of equal groups.
+
+    Args:
+        zeros: [rows, groups].
+        scales: float32[rows, groups].
+    """
+    values = codes.astype(np.float32)
+    groups = values.reshape(*zeros.shape, -1)
+    groups -= zeros.astype(np.float32)[..., None]
+    groups *= scales[..., None]
+    return values
 
 
 def words_of(count: int, bits: int) -> int:

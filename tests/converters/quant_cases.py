@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.quant_formats import QuantizedCheckpoint, dequantized
 from jaxllm.converters.safetensors_file import TensorInfo
 from tests.converters import quant_packers as packers
 from tests.converters.quant_packers import GROUP, Case, Tensors
@@ -67,6 +70,7 @@ def _float(name: str, rows: int, columns: int, strategy: str, **options: Any) ->
 _AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _WHOLE = 10**6
+WEIGHT = np.random.default_rng(1).normal(size=(64, 96)).astype(np.float32)
 
 CASES = [
     Case("awq", _AWQ | {"group_size": GROUP}, packers.awq),
@@ -75,6 +79,7 @@ CASES = [
     *[_gptq(f"gptq {bits} bit, v2", bits, version=2, order="plain") for bits in (2, 3, 4, 8)],
     _gptq("gptq, symmetric, no g_idx", symmetric=True, order="none"),
     _gptq("gptq, one group", order="plain", size=-1),
+    _gptq("gptq, last group cut", order="plain", size=48),
     _packed("W4A16", 4),
     _packed("W4A16, asymmetric", 4, symmetric=False),
     _packed("W8A16, channel", 8, size=-1),
@@ -141,3 +146,18 @@ def pack_model(tensors: Tensors, case: Case) -> tuple[Tensors, Tensors]:
         else:
             stored[name] = plain[name] = tensor
     return stored, plain
+
+
+def opened(config: Any, tensors: Tensors, quantization: str | None = None) -> QuantizedCheckpoint:
+    checkpoint: Any = dequantized(
+        MemoryCheckpoint(config, tensors),  # pyright: ignore[reportArgumentType]
+        quantization,
+    )
+    return checkpoint
+
+
+def refused(config: Any, tensors: Tensors | None = None, quantization: str | None = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        opened(config, tensors or {}, quantization)
+    assert str(caught.value).startswith(("somewhere: ", "--quantization"))
+    return str(caught.value)
