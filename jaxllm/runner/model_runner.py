@@ -44,10 +44,6 @@ def sampling_mode(params: SamplingParams) -> SamplingMode:
     return SamplingMode.RANDOM
 
 
-def _mode(step: SchedulerOutput) -> SamplingMode:
-    return max(sampling_mode(item.request.sampling_params) for item in step.requests)
-
-
 def make_buckets(config: EngineConfig, *, gpu: bool) -> Buckets:
     """The buckets of a resolved config."""
     assert config.max_num_seqs
@@ -155,6 +151,7 @@ class ModelRunner:
         )
         self._set_row = jax.jit(set_row, donate_argnums=(0,))
         self._dirty_rows: set[int] = set()
+        self._slot_modes = [SamplingMode.GREEDY] * config.max_num_seqs
 
     def warm_up(self, log: Callable[[str], None] = logger.info) -> None:
         """Compiles all programs, allocates the cache and runs each program twice, on padding.
@@ -189,9 +186,9 @@ class ModelRunner:
 
     def can_execute(self, step: SchedulerOutput) -> int:
         """How many steps like this decode step, one after the other, one program would run."""
-        if not step.decode_only or any(map(prompt_logprobs_left, step.requests)):
+        if not step.decode_only or any(item.admitted for item in step.requests):
             return 1
-        key = self.programs.key(self.buckets.fit(step), _mode(step))
+        key = self.programs.key(self.buckets.fit(step), self._mode(step))
         return self.programs.num_steps if self.programs.has_steps(key) else 1
 
     def execute(self, steps: list[SchedulerOutput]) -> PendingStep:
@@ -202,19 +199,27 @@ class ModelRunner:
         """
         step = steps[0]
         for item in step.requests:
-            if item.admitted and (
-                _needs_rows(item.request.sampling_params) or item.slot in self._dirty_rows
-            ):
-                self._reset_row(item.slot, item)
-        bucket = self.buckets.fit(step, mixed=any(map(prompt_logprobs_left, step.requests)))
+            if item.admitted:
+                self._admit(item)
+        prompt_logprobs = any(map(prompt_logprobs_left, step.requests))
+        bucket = self.buckets.fit(step, mixed=prompt_logprobs)
+        hidden = None
         if len(steps) > 1:
-            result, hidden = self._dispatch_steps(step, bucket, _mode(step)), None
+            result = self._dispatch_steps(step, bucket, self._mode(step))
         else:
-            result, hidden = self._dispatch(step, bucket, _mode(step))
+            result, hidden = self._dispatch(step, bucket, self._mode(step))
         result.copy_to_host_async()
-        return PendingStep(
-            steps, result, self._prompt_logprobs(step, bucket, hidden), self._config.max_logprobs
-        )
+        pending = self._prompt_logprobs(step, bucket, hidden) if prompt_logprobs else []
+        return PendingStep(steps, result, pending, self._config.max_logprobs)
+
+    def _admit(self, item: ScheduledRequest) -> None:
+        params = item.request.sampling_params
+        self._slot_modes[item.slot] = sampling_mode(params)
+        if _needs_rows(params) or item.slot in self._dirty_rows:
+            self._reset_row(item.slot, item)
+
+    def _mode(self, step: SchedulerOutput) -> SamplingMode:
+        return max(self._slot_modes[item.slot] for item in step.requests)
 
     def _dispatch(
         self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode
