@@ -12,7 +12,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.errors import EngineError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.serve.args import FlagParser, add_flags, make_config
+from jaxllm.serve.args import FlagParser, add_config_flags, add_flags, make_config
+from jaxllm.serve.snapshot import write_snapshot
 
 # Field of SamplingParams -> (type, default, help). Greedy by default: the same answer every time.
 SAMPLING_FLAGS: dict[str, tuple[type, Any, str]] = {
@@ -66,6 +67,7 @@ def make_parser() -> FlagParser:
     sampling.add_argument(
         "--ignore-eos", action="store_true", help="go on to --max-tokens, for measuring"
     )
+    add_config_flags(parser)
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     return parser
 
@@ -143,6 +145,9 @@ def answer(args: argparse.Namespace, config: EngineConfig) -> None:
     if not args.quiet:
         print(f"Loading {config.model} …", file=sys.stderr, flush=True)
     llm = LLM(**vars(config))
+    if args.dump_config is not None:
+        # The sampling flags below decide here, not the checkpoint's defaults.
+        write_snapshot(args.dump_config, [llm.llm_engine.config], args.origins, {})
     if not args.quiet:
         print(f"Ready after {time.perf_counter() - started:.1f} s.\n", file=sys.stderr, flush=True)
     timing = Timing(asked=time.perf_counter())

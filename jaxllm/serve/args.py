@@ -6,11 +6,13 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from jaxllm.config import EngineConfig
 from jaxllm.serve.options import ServeConfig
+from jaxllm.serve.snapshot import Origin, read_config_file
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -50,13 +52,56 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self._where = ""
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The flags given, then those of --config; `origins` tells which came from where."""
         arguments = [_dashes(a) for a in (sys.argv[1:] if argv is None else argv)]
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             self._refuse(unknown[0])
+        given = set(vars(namespace))
+        if getattr(namespace, "positional_model", None) is not None:
+            given.add("model")
+        namespace.origins = dict.fromkeys(given, "flag")
+        if getattr(namespace, "config", None) is not None:
+            for name, value in self._read_file(namespace.config).items():
+                if name not in given:
+                    setattr(namespace, name, value)
+                    namespace.origins[name] = "file"
         return namespace
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self._where + message)
+
+    def _read_file(self, path: str) -> dict[str, Any]:
+        """The settings of a config file, read as the flags of the same names would be.
+
+        Those of the server mean nothing to other programs and are left out there.
+        """
+        try:
+            settings = read_config_file(path)
+        except ValueError as error:
+            self.error(str(error))
+        self._where = f"--config {path}: "
+        arguments: list[str] = []
+        for name, value in settings.items():
+            flag = "--" + name.replace("_", "-")
+            action = self._option_string_actions.get(flag)
+            if action is not None:
+                arguments += self._as_arguments(flag, action, value)
+        namespace = self.parse_known_args(arguments)[0]
+        self._where = ""
+        return {name: getattr(namespace, name) for name in settings if name in namespace}
+
+    def _as_arguments(self, flag: str, action: argparse.Action, value: Any) -> list[str]:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                self.error(f"{flag[2:]} must be true or false, got {value!r}")
+            return [flag if value else "--no-" + flag[2:]]
+        if isinstance(value, dict) or (isinstance(value, list) and not _takes_several(action)):
+            self.error(f"{flag[2:]} takes one value, got {value!r}")
+        return [f"{flag}={item}" for item in (value if isinstance(value, list) else [value])]
 
     def _refuse(self, argument: str) -> NoReturn:
         if not argument.startswith("-"):
@@ -72,6 +117,20 @@ def _dashes(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def _takes_several(action: argparse.Action) -> bool:
+    return action.nargs == "+" or type(action).__name__ == "_AppendAction"
+
+
+def add_config_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that read settings from a file and write the effective ones."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it")
+    parser.add_argument(
+        "--dump-config",
+        metavar="FILE",
+        help="write every effective setting, with where it comes from, for --config",
+    )
 
 
 def add_flags(parser: argparse._ActionsContainer, config: type) -> None:
@@ -123,6 +182,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "positional_model", nargs="?", metavar="MODEL", help="same as --model (default: demo)"
     )
+    add_config_flags(parser)
     add_flags(parser.add_argument_group("server"), ServeConfig)
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     for flag, (count, _) in IGNORED_FLAGS.items():
@@ -132,10 +192,25 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse_args(
-    argv: Sequence[str] | None = None,
-) -> tuple[EngineConfig, ServeConfig, list[str]]:
-    """Both configs and warnings to be logged; leaves with exit code 2 for a bad flag."""
+@dataclass(frozen=True)
+class Command:
+    """A command line, read.
+
+    Attributes:
+        warnings: to be logged.
+        origins: of the settings that are not defaults: "file" or "flag".
+        dump_config: where to write the effective settings, if anywhere.
+    """
+
+    engine: EngineConfig
+    serve: ServeConfig
+    warnings: list[str]
+    origins: dict[str, Origin]
+    dump_config: str | None
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Command:
+    """The server's command line; leaves with exit code 2 for a bad flag."""
     parser = make_parser()
     namespace = parser.parse(argv)
     if namespace.positional_model is not None:
@@ -150,4 +225,5 @@ def parse_args(
     except ValueError as error:
         parser.error(str(error))
     ignored = getattr(namespace, "ignored", None) or []
-    return engine, serve, [f"{flag} has no effect: {IGNORED_FLAGS[flag][1]}." for flag in ignored]
+    warnings = [f"{flag} has no effect: {IGNORED_FLAGS[flag][1]}." for flag in ignored]
+    return Command(engine, serve, warnings, namespace.origins, namespace.dump_config)

@@ -11,6 +11,7 @@ from jaxllm.serve.errors import ApiError
 from jaxllm.serve.generation import Prompt
 from jaxllm.serve.protocol import DetokenizeRequest, TokenizeRequest
 from jaxllm.serve.routes_chat import render_chat
+from jaxllm.serve.snapshot import as_json, effective_settings
 from jaxllm.serve.state import ServerState
 
 router = APIRouter()
@@ -69,6 +70,17 @@ async def metrics(request: Request) -> Response:
 @router.get("/version")
 async def version() -> dict[str, str]:
     return {"version": __version__}
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """Every effective setting with its origin."""
+    state: ServerState = request.app.state.server
+    return {
+        "version": __version__,
+        "settings": as_json(effective_settings(state.configs, state.origins)),
+        "sampling_defaults": state.defaults,
+    }
 
 
 @router.post("/tokenize")

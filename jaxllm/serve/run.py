@@ -9,17 +9,16 @@ from types import FrameType
 
 import uvicorn
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine.async_engine import AsyncEngine
 from jaxllm.engine.engine_loop import LOG_DATE_FORMAT, LOG_FORMAT
 from jaxllm.engine.errors import EngineStartError
 from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.serve.app import make_app
-from jaxllm.serve.args import parse_args
+from jaxllm.serve.args import Command, parse_args
 from jaxllm.serve.listen import ListenError, open_socket, shown_url
 from jaxllm.serve.metrics import Metrics
 from jaxllm.serve.middleware import OPEN_PATHS
-from jaxllm.serve.options import ServeConfig
+from jaxllm.serve.snapshot import write_snapshot
 from jaxllm.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -61,15 +60,16 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve(config: EngineConfig, serve_config: ServeConfig, sock: socket.socket) -> int:
+async def serve(command: Command, sock: socket.socket) -> int:
     """Serves until a signal or the engine's end; returns the exit code."""
+    config, serve_config = command.engine, command.serve
     names = config.served_model_name or (config.model,)
     metrics = Metrics(names[0])
     engine = AsyncEngine(config, stall_after_s=serve_config.stall_timeout, observer=metrics)
-    state = ServerState(engine, serve_config, metrics, names)
+    state = ServerState(engine, serve_config, metrics, names, origins=command.origins)
     logger.info("Listening at %s; loading %s", shown_url(sock), config.model)
     server = Server(_uvicorn_config(state), engine, serve_config.shutdown_timeout)
-    start = asyncio.create_task(_start(state, shown_url(sock), server))
+    start = asyncio.create_task(_start(state, shown_url(sock), server, command.dump_config))
     watch = asyncio.create_task(_watch_death(engine, server))
     try:
         await server.serve(sockets=[sock])
@@ -101,12 +101,14 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     )
 
 
-async def _start(state: ServerState, url: str, server: Server) -> None:
+async def _start(state: ServerState, url: str, server: Server, dump_config: str | None) -> None:
     """Brings the engine up behind the HTTP server, which answers 503 meanwhile."""
     try:
         tokenizer = await _load(state.engine)
         state.engine.open(tokenizer)
         logger.info("%s", state.take_defaults())
+        if dump_config is not None:
+            write_snapshot(dump_config, state.configs, state.origins, state.defaults)
         logger.info("Ready: %s at %s", ", ".join(state.names), url)
     except BaseException:
         server.should_exit = True
@@ -152,13 +154,13 @@ async def _watch_death(engine: AsyncEngine, server: Server) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m jaxllm.serve`; returns the exit code."""
-    config, serve_config, warnings = parse_args(argv)
+    command = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=LOG_DATE_FORMAT)
     logging.getLogger("uvicorn.access").addFilter(_worth_a_line)
-    for warning in warnings:
+    for warning in command.warnings:
         logger.warning("%s", warning)
     try:
-        sock = open_socket(serve_config)
+        sock = open_socket(command.serve)
     except ListenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     with sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(config, serve_config, sock))
+        return runner.run(serve(command, sock))
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ from jaxllm.sampling_params import SamplingParams, generation_defaults
 from jaxllm.serve.errors import ApiError
 from jaxllm.serve.metrics import Metrics
 from jaxllm.serve.options import ServeConfig
+from jaxllm.serve.snapshot import Origins
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class ServerState:
     Attributes:
         names: that the model answers to; the first is reported.
         defaults: of SamplingParams, from the model's generation_config.json.
+        origins: of the settings that a file or a flag has set.
         created: Unix time of the start.
     """
 
@@ -27,7 +29,13 @@ class ServerState:
     metrics: Metrics
     names: tuple[str, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
+    origins: Origins = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def configs(self) -> tuple[Any, Any]:
+        """The engine's settings, resolved once it is ready, and the server's."""
+        return self.engine.config, self.serve_config
 
     @property
     def name(self) -> str:

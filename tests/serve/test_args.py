@@ -10,10 +10,10 @@ from jaxllm.serve.options import ServeConfig
 
 
 def test_defaults_are_the_configs_own():
-    engine, serve, warnings = parse_args([])
-    assert engine == EngineConfig()
-    assert serve == ServeConfig()
-    assert warnings == []
+    command = parse_args([])
+    assert command.engine == EngineConfig()
+    assert command.serve == ServeConfig()
+    assert command.warnings == []
 
 
 def test_every_field_of_every_kind():
@@ -22,8 +22,8 @@ def test_every_field_of_every_kind():
         "--no-enable-prefix-caching --enforce-eager --dtype bfloat16 --gpu-memory-utilization 0.5 "
         "--api-key x --api-key y --host 1.2.3.4 --port 9 --shutdown-timeout 2.5"
     )
-    engine, serve, _ = parse_args(flags.split())
-    assert engine == EngineConfig(
+    command = parse_args(flags.split())
+    assert command.engine == EngineConfig(
         model="MODEL",
         served_model_name=("a", "b"),
         max_model_len=8000,
@@ -33,12 +33,14 @@ def test_every_field_of_every_kind():
         dtype="bfloat16",
         gpu_memory_utilization=0.5,
     )
-    assert serve == ServeConfig(api_key=("x", "y"), host="1.2.3.4", port=9, shutdown_timeout=2.5)
+    assert command.serve == ServeConfig(
+        api_key=("x", "y"), host="1.2.3.4", port=9, shutdown_timeout=2.5
+    )
 
 
 @pytest.mark.parametrize("argv", [["--model", "M"], ["M"], ["M", "--model", "M"]])
 def test_the_model_is_positional_or_a_flag(argv):
-    assert parse_args(argv)[0].model == "M"
+    assert parse_args(argv).engine.model == "M"
 
 
 def test_no_field_is_without_a_flag(capsys):
@@ -52,9 +54,9 @@ def test_no_field_is_without_a_flag(capsys):
 
 
 def test_flags_of_old_scripts_are_ignored_aloud():
-    engine, _, warnings = parse_args(["M", "--swap-space", "4", "--disable-log-requests"])
-    assert engine == EngineConfig(model="M")
-    assert [w.split()[0] for w in warnings] == ["--swap-space", "--disable-log-requests"]
+    command = parse_args(["M", "--swap-space", "4", "--disable-log-requests"])
+    assert command.engine == EngineConfig(model="M")
+    assert [w.split()[0] for w in command.warnings] == ["--swap-space", "--disable-log-requests"]
 
 
 @pytest.mark.parametrize(
