@@ -112,7 +112,9 @@ class QuantizedCheckpoint:
         for at in range(start // ROW_ALIGNMENT * ROW_ALIGNMENT, stop, slab):
             first, last = max(at, start), min(at + slab, stop)
             try:
-                part = layout.rows(at, last)
+                # Broken scales give what a scan for NaN finds; a warning a slab tells nothing more.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    part = layout.rows(at, last)
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {error}") from None
             values[first - start : last - start] = part[first - at :, columns]

@@ -160,6 +160,16 @@ def test_an_impossible_group_is_found_when_it_is_read(wrong: int) -> None:
         checkpoint.read("m.q_proj.weight")
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq 4 bit, v2", "W4A16"])
+def test_broken_scales_show_in_the_values(name: str) -> None:
+    tensors, expected = packed(BY_NAME[name], WEIGHT)
+    scales = next(tensor for part, tensor in tensors.items() if "scale" in part)
+    scales[0, 0] = np.inf
+    found = opened(BY_NAME[name].config, tensors).read("m.q_proj.weight")
+    assert not np.isfinite(found).all()
+    np.testing.assert_array_equal(found[1:, 16:], expected[1:, 16:])
+
+
 @pytest.mark.parametrize("name", ["awq", "int8", "fp8, tensor", "int8 rows"])
 def test_weights_without_a_number_are_read_or_refused(name: str) -> None:
     tensors, _ = packed(BY_NAME[name], WEIGHT)
