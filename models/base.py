@@ -112,7 +112,9 @@ class ModelConfig:
 
     @classmethod
     def _check_unknown(cls, unknown: dict[str, Any]) -> None:
-        """Refuses what may change numbers; a text or a flag that is off only warns or passes."""
+        """Refuses what may change numbers, all at once; a text or a flag that is off only warns
+        or passes."""
+        refused = []
         for key, value in unknown.items():
             if key in _HARMLESS or key.startswith("_") or value is False:
                 continue
@@ -121,7 +123,12 @@ class ModelConfig:
             if isinstance(value, str):
                 logger.warning("config.json: %s = %r is not known and ignored", key, value)
                 continue
-            raise _bad(key, value, f"is not supported by {cls.architecture}")
+            refused.append(f"{key} = {value!r}")
+        if refused:
+            verb = "is" if len(refused) == 1 else "are"
+            raise ValueError(
+                f"config.json: {', '.join(refused)} {verb} not supported by {cls.architecture}."
+            )
 
     @property
     def context_length(self) -> int:

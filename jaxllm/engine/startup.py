@@ -87,6 +87,19 @@ def eos_ids(*configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def dtype_reason(asked: str, chosen: str, hf_config: dict[str, Any], platform: str) -> str:
+    """Which dtype is computed in, and why; `dtype` of config.json wins over `torch_dtype`."""
+    why = f"auto on a {platform.upper()}" if asked == "auto" else "as asked"
+    found = {key: hf_config[key] for key in ("dtype", "torch_dtype") if hf_config.get(key)}
+    if not found:
+        return f"dtype {chosen}: {why}; config.json names none"
+    key, value = next(iter(found.items()))
+    line = f"dtype {chosen}: {why}; config.json's {key} is {value}"
+    if len(set(map(str, found.values()))) > 1:
+        line += f" (and its older torch_dtype, {found['torch_dtype']}, does not count)"
+    return line
+
+
 def _find_checkpoint(config: EngineConfig) -> Checkpoint:
     checkpoint = open_checkpoint(
         config.model,
@@ -132,6 +145,7 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         context_length=model_config.context_length,
         offline=offline,
     )
+    log(dtype_reason(config.dtype, resolved.dtype, hf_config, mesh.devices.flat[0].platform))
     model = build_abstract(model_class, model_config, resolved.dtype, mesh)
     with phases("load the weights"):
         params = _load_params(config, model, checkpoint, hf_config, model_config)

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_missing_fields_are_all_listed() -> None:
 def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _config(**changes)
+
+
+def test_unknown_numbers_are_all_listed() -> None:
+    message = "foo_scale = 2.0, bar_ratio = 3 are not supported by LlamaForCausalLM"
+    with pytest.raises(ValueError, match=message):
+        _config(foo_scale=2.0, some_note="text", bar_ratio=3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_null_is_the_same_as_no_key(architecture: str) -> None:
+    """For every key that is not required, of the config itself and of the rotary settings."""
+    bare = _config(architecture)
+    optional = {f.name for f in dataclasses.fields(bare) if f.default is not dataclasses.MISSING}
+    optional |= {"num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "rope_theta"}
+    optional |= {"pad_token_id", "sliding_window", "dtype", "torch_dtype", "quantization_config"}
+    absent = {key: value for key, value in TINY.items() if key not in optional}
+    config = resolve([architecture]).Config
+    assert config.from_hf(absent | dict.fromkeys(optional)) == config.from_hf(absent)
 
 
 def test_harmless_keys_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
