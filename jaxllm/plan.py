@@ -5,6 +5,7 @@ name single changes that would; 2: a bad flag.
 """
 
 import argparse
+import gc
 import logging
 import re
 import sys
@@ -272,4 +273,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a short life that makes no garbage
     sys.exit(main())
