@@ -18,6 +18,7 @@ from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.dummy import dummy_params
 from jaxllm.converters.errors import LoadError
 from jaxllm.converters.finite import FiniteScan
+from jaxllm.converters.host_fill import fill_on_host
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
 from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, restore_params
@@ -46,7 +47,8 @@ def load_params(
     """The parameters of `abstract`, in its dtypes and on its shardings.
 
     At any time at most IN_FLIGHT_BYTES or one parameter are on their way: so much host memory is
-    needed (none for mapped files), and so much device memory beside the parameters.
+    needed (none for mapped files), and so much device memory beside the parameters. On the CPU
+    nothing is beside them but what is dequantized.
 
     Args:
         abstract: dotted name to shape, dtype and sharding.
@@ -109,22 +111,32 @@ def _place_all(
 def _place(fill: Fill, checkpoint: Checkpoint, programs: Programs) -> jax.Array:
     """Reads (and dequantizes) the tensors and puts them on the devices in file layout, where they
     are transposed, joined and cast."""
+    if _is_on_host(fill):
+        tensors = [checkpoint.read(name) for name in fill.tensors]
+        return fill_on_host(fill, tensors).block_until_ready()
     program = programs.get(_program_key(fill))
-    # On the CPU JAX would share the mapped file's memory, which dies if the file is cut.
-    copy = program is None and next(iter(_sharding(fill).device_set)).platform == "cpu"
     slabs = [
-        _put(checkpoint.read(name), slab, copy)
+        _put(checkpoint.read(name), slab)
         for name, slab in zip(fill.tensors, _slabs(fill), strict=True)
     ]
     param = slabs[0] if program is None else program.result()(*slabs)
     return param.block_until_ready()
 
 
-def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct, copy: bool) -> jax.Array:
+def _is_on_host(fill: Fill) -> bool:
+    """Whether the devices use the host's memory.
+
+    There nothing may be put as it is: JAX would share the mapped file's memory, which dies if the
+    file is cut.
+    """
+    return next(iter(_sharding(fill).device_set)).platform == "cpu"
+
+
+def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct) -> jax.Array:
     tensor = tensor.reshape(slab.shape)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.array(tensor[index or ()], slab.dtype, copy=copy or None)
+        return np.asarray(tensor[index or ()], slab.dtype)
 
     return jax.make_array_from_callback(slab.shape, slab.sharding, part)
 
@@ -161,7 +173,7 @@ def _compile_all(pool: ThreadPoolExecutor, fills: list[Fill]) -> Programs:
     """Starts compiling what arranges the slabs on the device, once for all equal parameters."""
     programs: Programs = {}
     for fill in fills:
-        key = _program_key(fill)
+        key = None if _is_on_host(fill) else _program_key(fill)
         if key is not None and key not in programs:
             programs[key] = pool.submit(_compile, fill)
     return programs

@@ -133,7 +133,7 @@ class Loader:
 
 
 SHAPE = sorted(SIZES.keys() - {"max_position_embeddings"})
-SMALL = SIZES | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "head_dim": 4,
+SMALL: dict[str, Any] = SIZES | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "head_dim": 4,
                  "num_hidden_layers": 1}  # fmt: skip
 
 

@@ -33,6 +33,15 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(params=["on the host", "on the device"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Arranging in the host's memory, as for CPUs, and by a program, as on GPUs."""
+    on_host = request.param == "on the host"
+    monkeypatch.setattr("jaxllm.converters.loader._is_on_host", lambda fill: on_host)
+    return request.param
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(("architecture", "options"), CASES, ids=str)
 def test_parameters_equal_what_transformers_saved(
     tmp_path: Path, architecture: str, options: dict[str, Any]
@@ -45,6 +54,7 @@ def test_parameters_equal_what_transformers_saved(
     check(load(tmp_path), expected_params(model.state_dict(), model.config.to_dict()))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_each_device_gets_its_slice(tmp_path: Path, axis_type: AxisType) -> None:
     options = {"num_attention_heads": 16, "num_key_value_heads": 8, "attention_bias": True,
@@ -65,7 +75,9 @@ def test_each_device_gets_its_slice(tmp_path: Path, axis_type: AxisType) -> None
     assert split == 14  # embedding, head, and six matrices or biases a layer
 
 
-def test_a_device_reads_its_slice_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_reads_its_slice_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_ways: str
+) -> None:
     save_model(tmp_path, num_attention_heads=16, num_key_value_heads=8)
     largest = 0
     put = jax.make_array_from_callback
@@ -82,9 +94,12 @@ def test_a_device_reads_its_slice_only(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(jax, "make_array_from_callback", watched)
     load(tmp_path, mesh=jax.make_mesh((8,), ("tp",)))
-    assert largest == 16 * 8 * 32 * 4 // 8  # an eighth of q_proj
+    # An eighth of q_proj, or of the parameter that queries, keys and values make up.
+    heads = 16 if both_ways == "on the device" else 16 + 8 + 8
+    assert largest == heads * 8 * 32 * 4 // 8
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16", "float16"])
 def test_dtypes_are_cast(tmp_path: Path, llama_folder: Path, stored: str, dtype: Any) -> None:
