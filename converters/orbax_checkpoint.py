@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from jaxllm.converters.errors import CheckpointError, LoadError
 from jaxllm.converters.finite import FiniteScan
+from jaxllm.converters.host_memory import freed_at_once
 from jaxllm.converters.load_report import LoadReport
 from jaxllm.converters.orbax_manifest import MANIFEST_FILE, PARAMS_FOLDER, Manifest, read_manifest
 from jaxllm.converters.safetensors_file import TensorInfo
@@ -129,9 +130,12 @@ def restore_params(
     scan = FiniteScan(checkpoint)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     params: dict[str, jax.Array] = {}
-    with tqdm(
-        total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
+    with (
+        freed_at_once(),
+        tqdm(
+            total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
+        ) as bar,
+    ):
         for names in _groups(checkpoint.tensors):
             wanted = {name: abstract[name] for name in names}
             restored = _restore(checkpoint.path, wanted, {name: args[name] for name in names})
