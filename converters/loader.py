@@ -19,6 +19,7 @@ from jaxllm.converters.dummy import dummy_params
 from jaxllm.converters.errors import LoadError
 from jaxllm.converters.finite import FiniteScan
 from jaxllm.converters.host_fill import fill_on_host
+from jaxllm.converters.host_memory import freed_at_once
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
 from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, restore_params
@@ -70,6 +71,7 @@ def load_params(
     total = sum(fill.nbytes for fill in fills)
     params: dict[str, jax.Array] = {}
     with (
+        freed_at_once(),
         ThreadPoolExecutor(THREADS) as pool,
         tqdm(
             total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
