@@ -133,8 +133,13 @@ class Loader:
 
 
 SHAPE = sorted(SIZES.keys() - {"max_position_embeddings"})
-SMALL: dict[str, Any] = SIZES | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "head_dim": 4,
-                 "num_hidden_layers": 1}  # fmt: skip
+SMALL: dict[str, Any] = SIZES | {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "head_dim": 4,
+    "num_hidden_layers": 1,
+}
 
 
 def make_checkpoint(folder: Path, kind: str) -> tuple[Path, Path]:
