@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,7 +123,14 @@ def _load_params(
     architectures = hf_config["architectures"]
     name_map = name_map_for(architectures)
     finite = "finite" in config.verification
-    params = load_params(model.shapes, checkpoint, name_map, hf_config, finite=finite)
+    params = load_params(
+        model.shapes,
+        checkpoint,
+        name_map,
+        hf_config,
+        progress=sys.stderr.isatty(),
+        finite=finite,
+    )
     return unflatten(after_load(architectures, params, model.shapes, model_config))
 
 

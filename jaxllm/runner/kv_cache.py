@@ -61,8 +61,13 @@ def device_memory(device: Any) -> int | None:
 
 
 def cpu_budget() -> int:
-    """Bytes for the cache on the CPU: an eighth of the free memory, to leave the machine usable."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    """Bytes for the cache on the CPU: at most an eighth of the free memory.
+
+    A power of two: the free memory changes from start to start, and another number of blocks
+    would find no program in the compilation cache.
+    """
+    eighth = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    return 1 << max(eighth.bit_length() - 1, 0)
 
 
 def count_blocks(shape: CacheShape, budget: int, *, max_model_len: int, max_num_seqs: int) -> int:
