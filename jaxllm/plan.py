@@ -100,11 +100,12 @@ def make_request(config: EngineConfig, memory: int, parallel: Parallel) -> Reque
         types = ", ".join(f"{count} {name}" for name, count in gguf.type_histogram.items())
         notes.append(f"tensors by type: {types}")
     else:
-        hf_config = dict(open_checkpoint(str(path), load_format="dummy").config)
+        checkpoint = open_checkpoint(str(path), load_format="dummy")
+        hf_config = dict(checkpoint.config)
         notes += _index_notes(path, hf_config)
-    quantization = hf_config.pop("quantization_config", None)
-    if quantization:
-        notes.append("the checkpoint is quantized: planned as it is held, dequantized")
+        scheme = getattr(checkpoint, "quantization", None)
+        if scheme is not None:
+            notes.append(f"quantized ({scheme}): planned as it is held, dequantized")
     model_class = resolve(hf_config.get("architectures") or [])
     model = model_class.Config.from_hf(hf_config)
     resolved = config.resolve(platform="gpu", context_length=model.context_length, offline=False)
