@@ -52,3 +52,12 @@ def test_a_broken_limit_is_named_and_the_exit_code_is_one(folder: Path) -> None:
     done = compare(folder, "--atol", "0", "--max-kl", "0")
     assert done.returncode == 1
     assert "prompt 0, prefill: max_abs" in done.stdout
+
+
+def test_the_demo_model_agrees_from_its_gguf(tmp_path: Path) -> None:
+    """Short, for time; the script's own prompts are longer and more."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The capital of France is\n")
+    done = compare(Path("demo"), "--prompts", str(prompts))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "demo: all 1 prompts agree" in done.stdout
