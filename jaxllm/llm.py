@@ -87,7 +87,8 @@ class LLM:
 
         Args:
             messages: {"role": …, "content": …} each.
-            template_args: for the chat template, as Tokenizer.apply_chat_template takes them.
+            template_args: for the chat template, as Tokenizer.apply_chat_template takes them;
+                its own variables also as vLLM's `chat_template_kwargs`.
 
         Raises:
             ValueError: as `generate`, or the model has no chat template.
@@ -124,8 +125,10 @@ class LLM:
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: drop skip_tokenizer_init.")
         options = {"add_generation_prompt": not template_args.get("continue_final_message")}
+        options |= template_args
+        options |= options.pop("chat_template_kwargs", None) or {}
         text = tokenizer.apply_chat_template(
-            normalize_messages(messages), tokenize=False, **(options | dict(template_args))
+            normalize_messages(messages), tokenize=False, **options
         )
         # The template writes its own beginning-of-sequence token.
         ids = tokenizer.encode(text, add_special_tokens=False)
