@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -104,7 +104,7 @@ class LLM:
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         **template_args: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Completes one prompt, or answers one conversation, giving all so far after each step.
 
         Closing the iterator aborts the request.
