@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.estimate import Parallel
 from jaxllm.runner.memory import device_bytes
 from jaxllm.runner.mesh import make_mesh
+from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.sharded_logits import top_tokens
 from jaxllm.runner.weights import build_abstract, flatten
 
-LAYERS, VOCAB = 2, 97
+LAYERS, VOCAB, BLOCKS = 2, 97, 9
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,  # divides over no mesh: padded on every one
     "hidden_size": 32,
@@ -68,6 +70,15 @@ def save(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    """Compiling is most of these tests' time; the numbers do not depend on the code's speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        fast = {"xla_backend_optimization_level": 0}
+        patch.setattr(StepPrograms, "_compiler_options", lambda *_: fast)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
@@ -78,9 +89,9 @@ def make_config(folder: Path, tp: int, **changes: Any) -> EngineConfig:
     options: dict[str, Any] = {
         "dtype": "float32",
         "block_size": 8,
-        "num_gpu_blocks_override": 14,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
+        "num_gpu_blocks_override": BLOCKS,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
         "max_model_len": 96,
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -131,11 +142,9 @@ def expected(folders: dict[str, Path]) -> dict[str, list[RequestOutput]]:
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        ("llama", 2),
         ("llama", 8),
         ("llama-tied", 4),
         ("qwen2", 2),
-        ("qwen2", 4),
         ("qwen3", 4),
         ("qwen3", 8),
     ],
@@ -148,14 +157,15 @@ def test_tokens_and_logprobs_are_those_of_one_device(
         assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
         if wanted.outputs[0].logprobs:
             np.testing.assert_allclose(logprobs_of(found), logprobs_of(wanted), atol=1e-4)
-    check_compiled(engine, tp)
+    if (name, tp) in (("qwen2", 2), ("qwen3", 4)):
+        check_compiled(engine, tp)
     check_bytes(engine, folders[name], tp)
 
 
 def check_compiled(engine: LocalEngine, tp: int) -> None:
     """Two sums a layer and one for the embedding; only the winners' numbers are gathered."""
     programs = engine.engine.runner.programs
-    for bucket in (Bucket(4, 4, True), Bucket(32, 4, False)):
+    for bucket in (Bucket(2, 2, True), Bucket(16, 2, False)):
         text = programs._lower(bucket, SamplingMode.GREEDY).compile().as_text()
         found = re.findall(
             r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
@@ -167,10 +177,12 @@ def check_compiled(engine: LocalEngine, tp: int) -> None:
             "all-gather": 1,
         }
         gathered = next(shape for shape, kind in found if kind == "all-gather")
-        assert gathered.startswith(f"s32[2,{tp},4]")
-    full = programs._lower(Bucket(4, 4, True), SamplingMode.FULL).compile().as_text()
+        assert gathered.startswith(f"s32[2,{tp},2]")
+    if tp == 2:
+        return
+    full = programs._lower(Bucket(2, 2, True), SamplingMode.FULL).compile().as_text()
     gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", full)
-    assert [shape.split("{")[0] for shape in gathered] == [f"f32[4,{-(-VOCAB // tp) * tp}]"]
+    assert [shape.split("{")[0] for shape in gathered] == [f"f32[2,{-(-VOCAB // tp) * tp}]"]
 
 
 def check_bytes(engine: LocalEngine, folder: Path, tp: int) -> None:
@@ -188,7 +200,7 @@ def check_bytes(engine: LocalEngine, folder: Path, tp: int) -> None:
     cache = runner._state.kv_cache
     each = [sum(array.addressable_shards[d].data.nbytes for array in cache) for d in range(tp)]
     assert each == [planned.cache] * tp
-    assert planned.cache == memory.cache == 14 * shape.bytes_per_block
+    assert planned.cache == memory.cache == BLOCKS * shape.bytes_per_block
     assert sum(map(device_bytes, cache)) == memory.cache
 
 
