@@ -90,7 +90,7 @@ class ModelConfig:
                 "is not supported: use a checkpoint without quantization",
             )
         own = {item.name: item for item in dataclasses.fields(cls) if item.name not in _SET_LATER}
-        cls._check_unknown({key: given[key] for key in given.keys() - own.keys()})
+        cls._check_unknown({key: value for key, value in given.items() if key not in own})
         values = {
             name: _typed(name, item.type, given[name])
             for name, item in own.items()

@@ -151,9 +151,10 @@ def _sample(
             tokens = jnp.where(random, _draw(scaled, batch), tokens)
         if mode is not SamplingMode.FULL:
             return _result(tokens, highest, max_logprobs), rows
+        result = _checked(tokens, highest)
         counts = rows.output_counts.at[batch.write_slots, tokens].add(1, mode="drop")
         details = token_logprobs(raw, tokens, max_logprobs)
-        packed = jnp.concatenate([_checked(tokens, highest)[:, None], details], axis=1)
+        packed = jnp.concatenate([result[:, None], details], axis=1)
         return packed, SamplerRows(rows.prompt_mask, counts, rows.logit_bias, rows.stop_mask)
 
 
@@ -166,8 +167,9 @@ def _result(
     tokens: Int[Array, "B"], highest: Float[Array, "B"], max_logprobs: int
 ) -> Int[Array, "B C"]:
     """The result without logprobs."""
+    result = _checked(tokens, highest)
     rest = jnp.zeros((len(tokens), result_width(max_logprobs) - 1), jnp.int32)
-    return jnp.concatenate([_checked(tokens, highest)[:, None], rest], axis=1)
+    return jnp.concatenate([result[:, None], rest], axis=1)
 
 
 def _adjust(

@@ -109,7 +109,9 @@ def generate(engine: LocalEngine) -> list[RequestOutput]:
     params = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2
     )
-    random = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, top_k=20)
+    random = SamplingParams(
+        temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, top_k=20, frequency_penalty=0.5
+    )
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     done: dict[str, RequestOutput] = {}
     for number, (prompt, each) in enumerate(
