@@ -16,8 +16,8 @@ SCALE = 0.02 * math.sqrt(3)
 def dummy_params(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Uniform weights in ±SCALE that depend on a parameter's name and shape alone.
 
-    They are equal on any mesh and backend (within the dtype's rounding), take no host memory, and
-    cost one short compile a distinct shape.
+    They are equal on any mesh and backend (within the dtype's rounding) on which the shapes are,
+    take no host memory, and cost one short compile a distinct shape.
     """
     programs: dict[object, Callable[..., jax.Array]] = {}
     params = {}

@@ -22,7 +22,7 @@ def fill_on_host(fill: Fill, tensors: Sequence[np.ndarray]) -> jax.Array:
     """The parameter of `fill`, on its sharding, made of `tensors` as the checkpoint has them."""
     slabs = [
         tensor.reshape(shape)
-        for tensor, shape in zip(tensors, fill.op.slabs(fill.target.shape), strict=True)
+        for tensor, shape in zip(tensors, fill.op.stored_slabs(fill.target.shape), strict=True)
     ]
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -39,8 +39,10 @@ def _part(fill: Fill, slabs: list[np.ndarray], index: tuple[slice, ...]) -> np.n
     part = _aligned_empty([end - begin for begin, end in spans], np.dtype(fill.target.dtype))
     order = fill.op.order or tuple(range(len(shape)))
     target, spans = part.transpose(order), [spans[axis] for axis in order]
+    if fill.op.padding:
+        part[...] = 0
     axis, position = fill.op.axis, 0
-    for slab, dtype in zip(slabs, fill.dtypes, strict=True):
+    for number, (slab, dtype) in enumerate(zip(slabs, fill.dtypes, strict=True)):
         width = slab.shape[axis] if slab.ndim else 1
         taken, given = [slice(*span) for span in spans], [slice(None)] * len(spans)
         if spans:
@@ -53,8 +55,17 @@ def _part(fill: Fill, slabs: list[np.ndarray], index: tuple[slice, ...]) -> np.n
             position += width
             if begin >= end:
                 continue
-        _copy(target[tuple(given)], slab[tuple(taken)], dtype)
+        source = slab_part(slab, tuple(taken), fill.op.repeats(number))
+        _copy(target[tuple(given)], source, dtype)
     return part
+
+
+def slab_part(slab: np.ndarray, index: tuple[slice, ...], repeats: int) -> np.ndarray:
+    """Part `index` of `slab` with each row (of the first axis) repeated."""
+    if repeats == 1:
+        return slab[index]
+    rows = np.arange(len(slab) * repeats)[index[0]] // repeats
+    return slab[(slice(rows[0], rows[-1] + 1), *index[1:])][rows - rows[0]]
 
 
 def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:

@@ -18,7 +18,7 @@ from jaxllm.converters.checkpoint import Checkpoint
 from jaxllm.converters.dummy import dummy_params
 from jaxllm.converters.errors import LoadError
 from jaxllm.converters.finite import FiniteScan
-from jaxllm.converters.host_fill import fill_on_host
+from jaxllm.converters.host_fill import fill_on_host, slab_part
 from jaxllm.converters.host_memory import freed_at_once
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
@@ -118,8 +118,8 @@ def _place(fill: Fill, checkpoint: Checkpoint, programs: Programs) -> jax.Array:
         return fill_on_host(fill, tensors).block_until_ready()
     program = programs.get(_program_key(fill))
     slabs = [
-        _put(checkpoint.read(name), slab)
-        for name, slab in zip(fill.tensors, _slabs(fill), strict=True)
+        _put(checkpoint.read(name), slab, fill, number)
+        for number, (name, slab) in enumerate(zip(fill.tensors, _slabs(fill), strict=True))
     ]
     param = slabs[0] if program is None else program.result()(*slabs)
     return param.block_until_ready()
@@ -134,11 +134,17 @@ def _is_on_host(fill: Fill) -> bool:
     return next(iter(_sharding(fill).device_set)).platform == "cpu"
 
 
-def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct) -> jax.Array:
-    tensor = tensor.reshape(slab.shape)
+def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct, fill: Fill, number: int) -> jax.Array:
+    tensor = tensor.reshape(fill.op.stored_slabs(fill.target.shape)[number])
+    repeats, padding = fill.op.repeats(number), fill.op.padding
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return np.asarray(tensor[index or ()], slab.dtype)
+        index = index or (slice(None),) * tensor.ndim
+        values = np.asarray(slab_part(tensor, index, repeats), slab.dtype)
+        if padding:
+            missing = len(range(slab.shape[0])[index[0]]) - len(values)
+            values = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
+        return values
 
     return jax.make_array_from_callback(slab.shape, slab.sharding, part)
 

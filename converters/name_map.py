@@ -7,7 +7,7 @@ from the parameter, so that they are stated once, in the model.
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 ORDINAL = "{i}"
@@ -27,6 +27,9 @@ class Op:
             rest fold into its second); 0: the tensor has the file layout's shape.
         axis: of the file layout, on which several tensors lie side by side.
         widths: of the tensors along `axis`; a width of 0 takes what the others leave.
+        per_kv_head: numbers of the tensors with one row a kv head, which kv replicas repeat.
+        replicas: how often each row of those stands in the parameter, one after the other.
+        padding: rows of zeros that the parameter has after the tensor's, on the first axis.
     """
 
     name: str
@@ -34,6 +37,9 @@ class Op:
     rows: int = 0
     axis: int = 0
     widths: tuple[int, ...] = (0,)
+    per_kv_head: tuple[int, ...] = ()
+    replicas: int = 1
+    padding: int = 0
 
     def file_layout(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The parameter's shape with its axes in file order."""
@@ -51,7 +57,18 @@ class Op:
 
     def tensor_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The shape of each tensor in the checkpoint."""
-        return [self._fold(slab) for slab in self.slabs(shape)]
+        return [self._fold(slab) for slab in self.stored_slabs(shape)]
+
+    def stored_slabs(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """As `slabs`, without what is repeated or padded: so the checkpoint has them."""
+        return [
+            ((slab[0] - self.padding) // self.repeats(number), *slab[1:]) if slab else slab
+            for number, slab in enumerate(self.slabs(shape))
+        ]
+
+    def repeats(self, number: int) -> int:
+        """How often each row of the tensor stands in its slab."""
+        return self.replicas if number in self.per_kv_head else 1
 
     def _fold(self, slab: tuple[int, ...]) -> tuple[int, ...]:
         if not self.rows:
@@ -63,8 +80,12 @@ class Op:
 # Letters as in models/batch.py; G query heads a kv head. On the left the checkpoint.
 KEEP = Op("KEEP")
 TRANSPOSE = Op("TRANSPOSE", order=(1, 0))  # [out, in] -> [in, out]
-QKV = Op("QKV", order=(1, 2, 3, 0), rows=3, axis=1, widths=(0, 1, 1))  # -> [D, K, G+2, H]
-QKV_BIAS = Op("QKV_BIAS", rows=3, axis=1, widths=(0, 1, 1))  # [K*G*H], [K*H] x 2 -> [K, G+2, H]
+QKV = Op(  # [K*G*H, D], [K*H, D] x 2 -> [D, K, G+2, H]
+    "QKV", order=(1, 2, 3, 0), rows=3, axis=1, widths=(0, 1, 1), per_kv_head=(1, 2)
+)
+QKV_BIAS = Op(  # [K*G*H], [K*H] x 2 -> [K, G+2, H]
+    "QKV_BIAS", rows=3, axis=1, widths=(0, 1, 1), per_kv_head=(1, 2)
+)
 HEADS_IN = Op("HEADS_IN", order=(3, 0, 1, 2), rows=1)  # [D, K*G*H] -> [K, G, H, D]
 STACK = Op("STACK", order=(1, 2, 0), rows=2, axis=0, widths=(1, 1))  # [F, D] x 2 -> [D, 2, F]
 STACK_BIAS = Op("STACK_BIAS", rows=2, axis=0, widths=(1, 1))  # [F] x 2 -> [2, F]
@@ -118,6 +139,16 @@ class NameMap:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ignored", tuple(pattern_of(name) for name in self.ignored))
+
+    def on_mesh(self, kv_replicas: int, vocab_padding: int) -> "NameMap":
+        """The map for a model whose kv heads are repeated and whose vocabulary is padded."""
+        rules = []
+        for rule in self.rules:
+            op = replace(rule.op, replicas=kv_replicas) if rule.op.per_kv_head else rule.op
+            if rule.tensors in ((self.embedding,), (self.head,)):
+                op = replace(op, padding=vocab_padding)
+            rules.append(replace(rule, op=op))
+        return replace(self, rules=tuple(rules))
 
     def ignores(self, tensor: str) -> bool:
         """Whether `tensor` is known to be recomputed."""

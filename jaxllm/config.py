@@ -52,6 +52,9 @@ class EngineConfig:
         "NaN and infinity), or both with a comma",
         default=None,
     )
+    tensor_parallel_size: int = _flag(
+        "devices that share each layer: heads, feed-forward and vocabulary", short="-tp", default=1
+    )
     max_model_len: int | None = _flag(
         "longest context (prompt and output), in tokens", default=None
     )
@@ -110,6 +113,7 @@ class EngineConfig:
             "num_gpu_blocks_override",
             "num_scheduler_steps",
             "kv_cache_memory_bytes",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -28,7 +28,6 @@ from jaxllm.runner.estimate import (
     Parallel,
     Shapes,
     estimate,
-    tensor_parallel_sizes,
 )
 from jaxllm.runner.kv_cache import GIB, CacheShape
 from jaxllm.runner.memory import MemoryPlan, check_fit
@@ -48,10 +47,14 @@ class Request:
     """What is asked: a model's shapes on devices of a size.
 
     Attributes:
+        model: as its devices share it; `shapes` likewise.
+        whole: the model for one device.
         config: resolved.
         memory: bytes of a device, of which the engine may use a share.
     """
 
+    model_class: type
+    whole: ModelConfig
     model: ModelConfig
     shapes: Shapes
     config: EngineConfig
@@ -63,6 +66,17 @@ class Request:
         """The fullest device's plan, a token's shape there, and its pipeline stage."""
         total = int(self.memory * self.config.gpu_memory_utilization)
         return estimate(self.shapes, self.model, self.config, total, self.parallel)
+
+    def over(self, tp: int) -> "Request":
+        """The request with its layers shared by `tp` devices."""
+        model = self.whole.with_tensor_parallel(tp)
+        return replace(
+            self,
+            model=model,
+            shapes=_declare(self.model_class, model, self.config.dtype),
+            config=self.config.replace(tensor_parallel_size=tp),
+            parallel=replace(self.parallel, tp=tp),
+        )
 
     def problem(self) -> str:
         """Why it does not fit, "" if it does."""
@@ -109,9 +123,14 @@ def make_request(config: EngineConfig, memory: int, parallel: Parallel) -> Reque
     model_class = resolve(hf_config.get("architectures") or [])
     model = model_class.Config.from_hf(hf_config)
     resolved = config.resolve(platform="gpu", context_length=model.context_length, offline=False)
+    return Request(model_class, model, model, {}, resolved, memory, parallel, tuple(notes)).over(
+        parallel.tp
+    )
+
+
+def _declare(model_class: type, model: ModelConfig, dtype: str) -> Shapes:
     mesh = AbstractMesh((1, 1), (PP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
-    shapes = build_abstract(model_class, model, resolved.dtype, mesh).shapes
-    return Request(model, shapes, resolved, memory, parallel, tuple(notes))
+    return build_abstract(model_class, model, dtype, mesh).shapes
 
 
 def _index_notes(path: Path, hf_config: dict[str, Any]) -> Iterator[str]:
@@ -203,11 +222,8 @@ def _candidates(
     if config.dtype == "float32":
         narrow = _with_dtype(request, "bfloat16")
         yield "--dtype", iter([("bfloat16", narrow)])
-    sizes = [size for size in tensor_parallel_sizes(request.shapes) if size > parallel.tp]
-    yield (
-        "--tensor-parallel-size",
-        ((n, replace(request, parallel=replace(parallel, tp=n))) for n in sizes),
-    )
+    sizes = [size for size in request.whole.tensor_parallel_sizes() if size > parallel.tp]
+    yield "--tensor-parallel-size", ((n, request.over(n)) for n in sizes)
     stages = range(parallel.pp + 1, min(MOST_STAGES, request.model.num_hidden_layers) + 1)
     yield (
         "--pipeline-parallel-size",
@@ -234,8 +250,13 @@ def make_parser() -> FlagParser:
         metavar="SIZE",
         help="memory of a device, such as 80GiB (the default)",
     )
-    for flag in ("--tensor-parallel-size", "--pipeline-parallel-size"):
-        devices.add_argument(flag, type=int, default=1, metavar="N", help="devices (default: 1)")
+    devices.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share out the layers (default: 1)",
+    )
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     return parser
 
@@ -248,14 +269,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if args.positional_model is not None:
         args.model = args.positional_model
-    parallel = Parallel(args.tensor_parallel_size, args.pipeline_parallel_size)
-    if min(parallel.tp, parallel.pp) < 1:
-        parser.error("--tensor-parallel-size and --pipeline-parallel-size must be at least 1")
+    if args.pipeline_parallel_size < 1:
+        parser.error("--pipeline-parallel-size must be at least 1")
     try:
         config = make_config(EngineConfig, args)
     except ValueError as error:
         parser.error(str(error))
     try:
+        parallel = Parallel(config.tensor_parallel_size, args.pipeline_parallel_size)
         request = make_request(config, args.gpu_memory, parallel)
         for line in report(request):
             print(line)

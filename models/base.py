@@ -29,6 +29,8 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """Keys that change no number of the forward pass here (RopeConfig reads and checks the rotary
 ones), so that every other unknown key can be refused."""
 
+_SET_LATER = ("rope", "tensor_parallel_size", "kv_replicas")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -52,6 +54,9 @@ class ModelConfig:
     rope: RopeConfig
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
+    # Not of config.json: what `with_tensor_parallel` sets.
+    tensor_parallel_size: int = 1
+    kv_replicas: int = 1
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(ModelConfig):
@@ -84,8 +89,8 @@ class ModelConfig:
                 given["quantization_config"],
                 "is not supported: use a checkpoint without quantization",
             )
-        own = {item.name: item for item in dataclasses.fields(cls) if item.name != "rope"}
-        cls._check_unknown({key: given[key] for key in given.keys() - own.keys()})
+        own = {item.name: item for item in dataclasses.fields(cls) if item.name not in _SET_LATER}
+        cls._check_unknown({key: value for key, value in given.items() if key not in own})
         values = {
             name: _typed(name, item.type, given[name])
             for name, item in own.items()
@@ -129,6 +134,49 @@ class ModelConfig:
             raise ValueError(
                 f"config.json: {', '.join(refused)} {verb} not supported by {cls.architecture}."
             )
+
+    def with_tensor_parallel(self, size: int) -> Self:
+        """The config of the model as `size` devices share it.
+
+        With fewer kv heads than devices each kv head is there `kv_replicas` times, which share
+        out its query heads: num_key_value_heads counts the copies, and query heads keep their
+        order.
+
+        Raises:
+            ValueError: a dimension does not divide; names it, the axis and the sizes that would.
+        """
+        problem = self._indivisible(size)
+        if problem:
+            works = ", ".join(map(str, self.tensor_parallel_sizes()))
+            raise ValueError(
+                f"--tensor-parallel-size {size} does not divide {problem} over the mesh axis "
+                f"'tp'. Sizes that work: {works}."
+            )
+        heads = max(self.num_key_value_heads, size)
+        return dataclasses.replace(
+            self,
+            num_key_value_heads=heads,
+            tensor_parallel_size=size,
+            kv_replicas=heads // self.num_key_value_heads,
+        )
+
+    def tensor_parallel_sizes(self, most: int = 64) -> list[int]:
+        """The numbers of devices, up to `most`, that can share the model's layers."""
+        return [size for size in range(1, most + 1) if not self._indivisible(size)]
+
+    def _indivisible(self, size: int) -> str:
+        """The first dimension that `size` devices cannot share, with its size; "" if none."""
+        for name in ("num_attention_heads", "intermediate_size"):
+            if getattr(self, name) % size:
+                return f"{name} = {getattr(self, name)}"
+        kv_heads = self.num_key_value_heads
+        return f"num_key_value_heads = {kv_heads}" if kv_heads % size and size % kv_heads else ""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and the head: vocab_size, up to the next that all devices share."""
+        size = self.tensor_parallel_size
+        return -(-self.vocab_size // size) * size
 
     @property
     def context_length(self) -> int:

@@ -7,6 +7,7 @@ heads, H head dim, F ffn, V vocab, E experts, P blocks, S block size, W blocks a
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 KVCache = list[jax.Array]
 """One array a layer, [P*S, 2, K, H]: the keys and values of all slots, block after block.
@@ -34,12 +35,13 @@ class AttentionMetadata:
     block_size: int
     decode_only: bool
     backend: str = "auto"
+    mesh: Mesh | None = None  # whose axis "tp" shares out the heads; None: there is one device
 
 
 jax.tree_util.register_dataclass(
     AttentionMetadata,
     data_fields=["query_start", "seq_lens", "block_tables", "slot_mapping"],
-    meta_fields=["block_size", "decode_only", "backend"],
+    meta_fields=["block_size", "decode_only", "backend", "mesh"],
 )
 
 

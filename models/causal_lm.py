@@ -33,12 +33,12 @@ class CausalLM(nnx.Module):
     ) -> None:
         self.config = config
         self.model = Decoder(
-            layers, config.vocab_size, config.hidden_size, config.rms_norm_eps, dtype
+            layers, config.padded_vocab_size, config.hidden_size, config.rms_norm_eps, dtype
         )
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+            else Embedding(config.padded_vocab_size, config.hidden_size, dtype=dtype)
         )
 
     @property
@@ -76,7 +76,12 @@ class CausalLM(nnx.Module):
             return self.norm(x), kv_cache
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """float32 logits of hidden states after the final norm."""
+        """float32 logits of hidden states after the final norm; -inf for a padded vocabulary's
+        padding."""
         with jax.named_scope("lm_head"):
             head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-            return head.logits(hidden)
+            logits = head.logits(hidden)
+            if self.config.padded_vocab_size == self.config.vocab_size:
+                return logits
+            real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
+            return jnp.where(real, logits, -jnp.inf)

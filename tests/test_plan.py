@@ -128,10 +128,10 @@ def test_plan_and_engine_agree_also_where_the_config_has_nulls(tmp_path: Path) -
 
 def test_what_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write(tmp_path, LLAMA_8B)
-    assert plan.main([model, "--tensor-parallel-size", "16"]) == 1
+    assert plan.main([model, "--tensor-parallel-size", "6"]) == 1
     message = capsys.readouterr().err
-    assert "--tensor-parallel-size 16 does not divide model.layers.0.self_attn." in message
-    assert "num_key_value_heads = 8. Sizes that divide all parameters: 1, 2, 4, 8." in message
+    assert "--tensor-parallel-size 6 does not divide num_attention_heads = 32" in message
+    assert "the mesh axis 'tp'. Sizes that work: 1, 2, 4, 8, 16, 32." in message
     assert plan.main([model, "--pipeline-parallel-size", "33"]) == 1
     assert "exceeds num_hidden_layers = 32" in capsys.readouterr().err
 

@@ -39,7 +39,7 @@ IMPORTED_BY_OTHERS = {
     "sentencepiece": "transformers reads tokenizer.model files with it",
 }
 # Settings of the libraries we run on, which are theirs to define.
-FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "TOKENIZERS_", "CUDA_", "NVIDIA_")
+FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "TOKENIZERS_", "CUDA_", "NCCL_", "NVIDIA_")
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -77,6 +77,9 @@ def configure_jax(config: EngineConfig) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # NVLink multicast needs a fabric that is set up for it, and virtual machines often have none;
+    # NCCL then fails at the first sum. A decode step's sums are too small to gain by it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def eos_ids(*configs: dict[str, Any]) -> frozenset[int]:
@@ -121,7 +124,10 @@ def _load_params(
     model_config: Any,
 ) -> Params:
     architectures = hf_config["architectures"]
-    name_map = name_map_for(architectures)
+    _check_converted(config, checkpoint, model_config)
+    name_map = name_map_for(architectures).on_mesh(
+        model_config.kv_replicas, model_config.padded_vocab_size - model_config.vocab_size
+    )
     finite = "finite" in config.verification
     params = load_params(
         model.shapes,
@@ -132,6 +138,20 @@ def _load_params(
         finite=finite,
     )
     return unflatten(after_load(architectures, params, model.shapes, model_config))
+
+
+def _check_converted(config: EngineConfig, checkpoint: Checkpoint, model_config: Any) -> None:
+    """A converted folder holds the parameters as one device does: none is repeated or padded."""
+    vocab_size, replicas = model_config.vocab_size, model_config.kv_replicas
+    padded = model_config.padded_vocab_size != vocab_size
+    if checkpoint.source == "orbax" and (padded or replicas > 1):
+        kv_heads = model_config.num_key_value_heads // replicas
+        what = f"vocab_size = {vocab_size}" if padded else f"num_key_value_heads = {kv_heads}"
+        raise ValueError(
+            f"{checkpoint.path} is a converted folder (orbax), and --tensor-parallel-size "
+            f"{config.tensor_parallel_size} does not divide its {what}: take a size that does, or "
+            "the checkpoint that it was made from."
+        )
 
 
 def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -> LoadedModel:
@@ -146,8 +166,9 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         checkpoint = _find_checkpoint(config)
         hf_config = effective_config(checkpoint)
         model_class, model_config = read_model_config(resolve, hf_config, checkpoint.path)
+        model_config = model_config.with_tensor_parallel(config.tensor_parallel_size)
     with phases("find the devices"):
-        mesh = make_mesh()
+        mesh = make_mesh(tensor_parallel_size=config.tensor_parallel_size)
     resolved = config.resolve(
         platform=mesh.devices.flat[0].platform,
         context_length=model_config.context_length,

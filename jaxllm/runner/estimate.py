@@ -64,24 +64,10 @@ def check_division(shapes: Shapes, config: ModelConfig, parallel: Parallel) -> N
     for name, leaf in shapes.items():
         for axis in split_axes(leaf):
             if leaf.shape[axis] % parallel.tp:
-                works = ", ".join(map(str, tensor_parallel_sizes(shapes)))
                 raise DivisionError(
                     f"--tensor-parallel-size {parallel.tp} does not divide {name} "
-                    f"{list(leaf.shape)}: axis {axis} has {_meaning(config, leaf.shape[axis])}. "
-                    f"Sizes that divide all parameters: {works}."
+                    f"{list(leaf.shape)}: axis {axis} has size {leaf.shape[axis]}."
                 )
-
-
-def tensor_parallel_sizes(shapes: Shapes, most: int = 64) -> list[int]:
-    """The numbers of devices, up to `most`, that all split axes divide over."""
-    sizes = [leaf.shape[axis] for leaf in shapes.values() for axis in split_axes(leaf)]
-    common = math.gcd(*sizes)
-    return [size for size in range(1, most + 1) if common % size == 0]
-
-
-def _meaning(config: ModelConfig, size: int) -> str:
-    names = ("num_key_value_heads", "vocab_size", "intermediate_size", "num_attention_heads")
-    return next((f"{n} = {size}" for n in names if getattr(config, n) == size), f"size {size}")
 
 
 def stage_layers(num_layers: int, stages: int) -> list[range]:
@@ -97,6 +83,7 @@ def estimate(
     """The plan of the stage that holds the fewest blocks, a token's shape there, and the stage.
 
     Args:
+        model: as its devices share it (`with_tensor_parallel`), and so are `shapes`.
         config: resolved.
         total: bytes that the engine may use on a device.
 

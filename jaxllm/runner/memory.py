@@ -147,7 +147,7 @@ def _budget(config: EngineConfig, total: int | None, taken: int) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if total is None:
-        return kv_cache.cpu_budget()
+        return kv_cache.cpu_budget() // config.tensor_parallel_size  # they share one memory
     # Room for uploads, allocator fragments and the rows set at admission.
     return total - taken - GIB // 2
 

@@ -24,10 +24,10 @@ def make_mesh(
     devices = list(devices) if devices is not None else jax.devices()
     needed = tensor_parallel_size * pipeline_parallel_size
     if needed > len(devices):
-        raise ValueError(
-            f"--tensor-parallel-size {tensor_parallel_size} times --pipeline-parallel-size "
-            f"{pipeline_parallel_size} needs {needed} devices, but JAX sees {len(devices)}."
-        )
+        flags = f"--tensor-parallel-size {tensor_parallel_size}"
+        if pipeline_parallel_size > 1:
+            flags += f" times --pipeline-parallel-size {pipeline_parallel_size}"
+        raise ValueError(f"{flags} needs {needed} devices, but JAX sees {len(devices)}.")
     return jax.make_mesh(
         (pipeline_parallel_size, tensor_parallel_size),
         (PP_AXIS, TP_AXIS),

@@ -77,6 +77,7 @@ def _num_steps(config: EngineConfig, params: Params, gpu: bool) -> int:
     if config.num_scheduler_steps is not None:
         return config.num_scheduler_steps
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    size //= config.tensor_parallel_size
     return min(max(MULTI_STEP_BYTES // size, 1), MULTI_STEPS) if gpu else 1
 
 
@@ -100,7 +101,12 @@ def make_programs(
         params,
         state,
         options=lambda mode: StepOptions(
-            model.merge, config.block_size, config.attention_backend, config.max_logprobs, mode
+            model.merge,
+            config.block_size,
+            config.attention_backend,
+            config.max_logprobs,
+            mode,
+            mesh if mesh.size > 1 else None,
         ),
         table_width=-(-config.max_model_len // config.block_size),
         packed_sharding=replicated(mesh),

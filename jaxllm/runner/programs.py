@@ -180,9 +180,16 @@ class StepPrograms:
         size = self.layout(bucket).size
         return jax.ShapeDtypeStruct((size,), np.int32, sharding=self._packed_sharding)
 
+    def _results(self, count: int) -> Any:
+        """The shardings of a step's new state, where it was, and of its `count` results."""
+        if self._packed_sharding.mesh.size == 1:
+            return None
+        state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+        return state, *[self._packed_sharding] * count
+
     def _lower(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
         step = partial(run_step, layout=self.layout(bucket), options=self._options(mode))
-        jitted = jax.jit(step, donate_argnums=(1,))
+        jitted = jax.jit(step, donate_argnums=(1,), out_shardings=self._results(2))
         return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
 
     def _lower_steps(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
@@ -192,12 +199,17 @@ class StepPrograms:
             options=self._options(mode),
             count=self.num_steps,
         )
-        jitted = jax.jit(steps, donate_argnums=(1,))
+        jitted = jax.jit(steps, donate_argnums=(1,), out_shardings=self._results(1))
         return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
 
     def _lower_logprobs(self, bucket: Bucket) -> Any:
         options = self._options(None)
-        function = partial(prompt_logprobs, merge=options.merge, max_logprobs=options.max_logprobs)
+        function = partial(
+            prompt_logprobs,
+            merge=options.merge,
+            max_logprobs=options.max_logprobs,
+            mesh=options.mesh,
+        )
         hidden = jax.eval_shape(
             partial(run_step, layout=self.layout(bucket), options=options),
             self._params,

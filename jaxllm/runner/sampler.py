@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxllm.outputs import NON_FINITE
+from jaxllm.runner.sharded_logits import gather_logits, top_tokens
 
 DRAW_BLOCK = 256
 """Tokens in a block of the two-level draw: about the square root of a vocabulary."""
@@ -96,6 +98,7 @@ def sample(
     batch: SamplingBatch,
     mode: SamplingMode | Int[Array, ""],
     max_logprobs: int,
+    mesh: Mesh | None = None,
 ) -> tuple[Int[Array, "B C"], SamplerRows]:
     """Samples a token a request.
 
@@ -103,6 +106,8 @@ def sample(
         logits: raw logits in float32.
         mode: a SamplingMode, compiled in; or an array, chosen at run time (one program for all
             modes where compile time dominates).
+        mesh: over whose axis tp the vocabulary is shared out, and maybe padded. A greedy choice
+            is made where the logits are, all others gather them.
 
     Returns:
         i32[B, 3 + 2 * max_logprobs]: token id (or NON_FINITE), its rank and logprob, then the
@@ -112,6 +117,11 @@ def sample(
 
     def branch(fixed: SamplingMode):
         def run(logits: jax.Array, rows: SamplerRows):
+            if mesh is None:
+                return _sample(logits, rows, batch, fixed, max_logprobs)
+            if fixed is SamplingMode.GREEDY:
+                return _result(*top_tokens(logits, mesh), max_logprobs), rows
+            logits = gather_logits(logits, mesh, rows.logit_bias.shape[1])
             return _sample(logits, rows, batch, fixed, max_logprobs)
 
         return run
@@ -139,15 +149,27 @@ def _sample(
             if mode is SamplingMode.FULL:
                 scaled = _truncate(scaled, batch)
             tokens = jnp.where(random, _draw(scaled, batch), tokens)
-        # A NaN anywhere makes the maximum NaN, an overflow makes it infinite.
-        result = jnp.where(jnp.isfinite(highest), tokens, NON_FINITE)
         if mode is not SamplingMode.FULL:
-            rest = jnp.zeros((len(tokens), result_width(max_logprobs) - 1), jnp.int32)
-            return jnp.concatenate([result[:, None], rest], axis=1), rows
+            return _result(tokens, highest, max_logprobs), rows
+        result = _checked(tokens, highest)
         counts = rows.output_counts.at[batch.write_slots, tokens].add(1, mode="drop")
         details = token_logprobs(raw, tokens, max_logprobs)
         packed = jnp.concatenate([result[:, None], details], axis=1)
         return packed, SamplerRows(rows.prompt_mask, counts, rows.logit_bias, rows.stop_mask)
+
+
+def _checked(tokens: Int[Array, "B"], highest: Float[Array, "B"]) -> Int[Array, "B"]:
+    # A NaN anywhere makes the maximum NaN, an overflow makes it infinite.
+    return jnp.where(jnp.isfinite(highest), tokens, NON_FINITE)
+
+
+def _result(
+    tokens: Int[Array, "B"], highest: Float[Array, "B"], max_logprobs: int
+) -> Int[Array, "B C"]:
+    """The result without logprobs."""
+    result = _checked(tokens, highest)
+    rest = jnp.zeros((len(tokens), result_width(max_logprobs) - 1), jnp.int32)
+    return jnp.concatenate([result[:, None], rest], axis=1)
 
 
 def _adjust(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.batch import AttentionMetadata, ForwardBatch, KVCache
@@ -20,6 +21,7 @@ from jaxllm.runner.sampler import (
     sample,
     token_logprobs,
 )
+from jaxllm.runner.sharded_logits import gather_logits
 from jaxllm.runner.weights import Params
 
 
@@ -51,6 +53,7 @@ class StepOptions:
     Attributes:
         merge: params -> model module.
         mode: None leaves the sampling mode to run time.
+        mesh: whose axis tp shares out heads and vocabulary; None for one device.
     """
 
     merge: Callable[[Params], Any]
@@ -58,6 +61,7 @@ class StepOptions:
     backend: str
     max_logprobs: int
     mode: SamplingMode | None
+    mesh: Mesh | None = None
 
 
 def run_step(
@@ -149,7 +153,7 @@ def _run(
         min_tokens=fields["min_tokens"],
     )
     mode = fields["mode"][0] if options.mode is None else options.mode
-    result, rows = sample(logits, state.rows, sampling, mode, options.max_logprobs)
+    result, rows = sample(logits, state.rows, sampling, mode, options.max_logprobs, options.mesh)
     # A request whose logits are not finite ends; its slot must still hold a valid id until then.
     tokens = jnp.maximum(result[:, 0], 0)
     last_tokens = state.last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
@@ -177,6 +181,7 @@ def _forward_batch(
         block_size=options.block_size,
         decode_only=layout.bucket.decode_only,
         backend=options.backend,
+        mesh=options.mesh,
     )
     return ForwardBatch(token_ids, fields["positions"], attention)
 
@@ -189,11 +194,15 @@ def prompt_logprobs(
     *,
     merge: Callable[[Params], Any],
     max_logprobs: int,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "C cols"]:
     """Logprobs of `targets`, each predicted by one of the C rows of `hidden` from `start` on.
 
     C rows at a time bound the memory: 8192 rows of a 152k vocabulary would take 5 GB.
     """
     rows = lax.dynamic_slice_in_dim(hidden, start, targets.shape[0])
-    logits = merge(params).compute_logits(rows)
+    model = merge(params)
+    logits = model.compute_logits(rows)
+    if mesh is not None:
+        logits = gather_logits(logits, mesh, model.config.vocab_size)
     return token_logprobs(logits, targets, max_logprobs)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxllm.models.batch import AttentionMetadata
@@ -64,7 +65,6 @@ class Attention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], Float[Array, "PS 2 K H"]]:
         """The block's output, and the cache with this step's keys and values written."""
-        tokens, kv_heads, head_dim = x.shape[0], kv.shape[2], kv.shape[3]
         with jax.named_scope("qkv"):
             qkv = self.qkv_proj(x)
             q, k, v = qkv[:, :, : self.group], qkv[:, :, self.group], qkv[:, :, self.group + 1]
@@ -72,14 +72,36 @@ class Attention(nnx.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
         with jax.named_scope("rope"):
             q, k = rotate(q, rope), rotate(k, rope)
+        write_and_attend = self._write_and_attend
+        if metadata.mesh is not None:
+            # XLA cannot see into the kernels: left to itself it would gather what they take.
+            heads, cache = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
+            write_and_attend = jax.shard_map(
+                write_and_attend,
+                mesh=metadata.mesh,
+                in_specs=(heads, heads, heads, cache, PartitionSpec()),
+                out_specs=(heads, cache),
+                check_vma=False,
+            )
+        out, kv = write_and_attend(q, k, v, kv, metadata)
+        with jax.named_scope("output"):
+            return self.o_proj(out), kv
+
+    def _write_and_attend(
+        self,
+        q: Float[Array, "T K G H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        kv: Float[Array, "PS 2 K H"],
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T K G H"], Float[Array, "PS 2 K H"]]:
+        """The heads of one device."""
+        tokens, kv_heads, group, head_dim = q.shape
         with jax.named_scope("kv_write"):
             kv = write_kv(kv, k, v, metadata.slot_mapping)
         with jax.named_scope("attention"):
-            q = q.reshape(tokens, kv_heads * self.group, head_dim)
-            out = self._attend(q, kv, metadata)
-        with jax.named_scope("output"):
-            out = self.o_proj(out.reshape(tokens, kv_heads, self.group, head_dim))
-        return out, kv
+            out = self._attend(q.reshape(tokens, kv_heads * group, head_dim), kv, metadata)
+            return out.reshape(q.shape), kv
 
     def _attend(
         self,
