@@ -124,7 +124,9 @@ class LLM:
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: drop skip_tokenizer_init.")
-        options = {"add_generation_prompt": not template_args.get("continue_final_message")}
+        options: dict[str, Any] = {
+            "add_generation_prompt": not template_args.get("continue_final_message")
+        }
         options |= template_args
         options |= options.pop("chat_template_kwargs", None) or {}
         text = tokenizer.apply_chat_template(
