@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,14 +61,27 @@ def device_memory(device: Any) -> int | None:
     return stats["bytes_limit"] if stats else None
 
 
-def cpu_budget() -> int:
-    """Bytes for the cache on the CPU: at most an eighth of the free memory.
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping.
 
-    A power of two: the free memory changes from start to start, and another number of blocks
-    would find no program in the compilation cache.
+    Linux counts in what the file cache would give back; elsewhere only unused pages are known.
     """
-    eighth = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
-    return 1 << max(eighth.bit_length() - 1, 0)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_budget(available: int, one_request: int) -> int:
+    """Bytes for the cache on the CPU: an eighth of the available memory, rounded down to a power
+    of two, or what one request of full length takes, if that leaves half of the memory alone.
+
+    Rounded, since the memory changes from start to start, and another number of blocks would
+    find no program in the compilation cache.
+    """
+    eighth = 1 << max((available // 8).bit_length() - 1, 0)
+    return max(eighth, one_request) if one_request <= available // 2 else eighth
 
 
 def count_blocks(shape: CacheShape, budget: int, *, max_model_len: int, max_num_seqs: int) -> int:

@@ -102,7 +102,7 @@ def divide(config: EngineConfig, shape: CacheShape, holders: Holders) -> MemoryP
     assert config.max_model_len
     assert config.max_num_seqs
     taken = holders.weights + holders.sampler + holders.activations
-    budget = _budget(config, holders.total, taken)
+    budget = _budget(config, shape, holders.total, taken)
     num_blocks = config.num_gpu_blocks_override or kv_cache.count_blocks(
         shape, budget, max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs
     )
@@ -143,11 +143,15 @@ def check_fit(config: EngineConfig, shape: CacheShape, plan: MemoryPlan) -> None
         )
 
 
-def _budget(config: EngineConfig, total: int | None, taken: int) -> int:
+def _budget(config: EngineConfig, shape: CacheShape, total: int | None, taken: int) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if total is None:
-        return kv_cache.cpu_budget() // config.tensor_parallel_size  # they share one memory
+        assert config.max_model_len
+        devices = config.tensor_parallel_size  # they share one memory
+        one_request = -(-config.max_model_len // config.block_size) * shape.bytes_per_block
+        available = kv_cache.available_memory()
+        return kv_cache.cpu_budget(available, one_request * devices) // devices
     # Room for uploads, allocator fragments and the rows set at admission.
     return total - taken - GIB // 2
 
