@@ -43,7 +43,9 @@ def config_of(nbytes: int) -> dict[str, Any]:
     quadratic, linear = LAYERS * (2.5 + 3 * FFN_RATIO), 2 * VOCAB
     values = nbytes / 2
     hidden = (-linear + (linear**2 + 4 * quadratic * values) ** 0.5) / (2 * quadratic)
-    hidden = max(512, round(hidden / 512) * 512)  # eight devices share even the kv heads
+    # Eight devices share even the kv heads: at least eight, and a multiple of that.
+    step = 512 if hidden < 2048 else 2048
+    hidden = max(step, round(hidden / step) * step)
     heads = hidden // HEAD_DIM
     return {
         "architectures": ["LlamaForCausalLM"],
