@@ -161,13 +161,9 @@ def run_prompt(
     report["greedy"] = sum(a == b for a, b in zip(made, greedy, strict=True)) / len(greedy)
     if args.layers:
         report["layers"] = compare_layers(
-            forward.hidden_states(ids), their_states_of(their_states, ids)
+            forward.hidden_states(ids), [state[: len(ids)] for state in their_states]
         )
     return report
-
-
-def their_states_of(states: list[np.ndarray], ids: list[int]) -> list[np.ndarray]:
-    return [state[: len(ids)] for state in states]
 
 
 def check(reports: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:

@@ -2,9 +2,7 @@
 
 import logging
 import random
-import time
 from collections import deque
-from dataclasses import replace
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.startup import Log, load_model
@@ -55,8 +53,6 @@ class LLMEngine:
         )
         self._pending: deque[PendingStep] = deque()
         self._seeds = random.Random(self.config.seed)
-        self._num_steps = 0
-        self._last_step_time = time.monotonic()
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
@@ -93,8 +89,6 @@ class LLMEngine:
         outputs: list[EngineOutput] = []
         for step, result in zip(pending.steps, pending.results(), strict=True):
             outputs += self.scheduler.update(step, result)
-            self._num_steps += 1
-        self._last_step_time = time.monotonic()
         return outputs
 
     def _schedule(self) -> list[SchedulerOutput]:
@@ -110,8 +104,4 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot for /metrics and /health."""
-        return replace(
-            self.scheduler.stats(),
-            num_steps=self._num_steps,
-            last_step_time=self._last_step_time,
-        )
+        return self.scheduler.stats()

@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxllm.outputs import SchedulerOutput
 from jaxllm.request import Request
-from jaxllm.runner.batch_layout import FEEDBACK, SAMPLING_FIELDS, BatchLayout
+from jaxllm.runner.batch_layout import FEEDBACK, FLOAT_FIELDS, SAMPLING_FIELDS, BatchLayout
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -24,9 +24,8 @@ class InputBatch:
         self.cache_slots = cache_slots
         self._tables = np.zeros((num_slots, table_width), np.int32)
         self._num_blocks = np.zeros(num_slots, np.int32)
-        floats = {"temperature", "top_p", "min_p", "repetition", "presence", "frequency"}
         self._sampling = {
-            name: np.zeros(num_slots, np.float32 if name in floats else np.int32)
+            name: np.zeros(num_slots, np.float32 if name in FLOAT_FIELDS else np.int32)
             for name in SAMPLING_FIELDS
         }
 

@@ -175,8 +175,9 @@ class ModelRunner:
         nothing = SchedulerOutput([])
         self._reset_row(0, None)
         for bucket in self.buckets:
-            modes = tuple(SamplingMode)
-            for mode in modes * 2 if self._gpu else modes[:1]:
+            # One mode a program: several may share one.
+            modes = {self.programs.key(bucket, m): m for m in reversed(SamplingMode)}.values()
+            for mode in [*modes] * (2 if self._gpu else 1):
                 hidden = self._dispatch(nothing, bucket, mode)[1]
                 if self.programs.has_steps(self.programs.key(bucket, mode)):
                     self._dispatch_steps(nothing, bucket, mode)
