@@ -47,8 +47,8 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """200 while the engine takes requests and its steps go on, else 503."""
-    engine = request.app.state.server.engine
-    status = "stalled" if engine.stalled else engine.state
+    state: ServerState = request.app.state.server
+    engine, status = state.engine, state.health
     body = {
         "status": status,
         "unfinished_requests": engine.num_unfinished,
@@ -63,8 +63,10 @@ async def health(request: Request) -> JSONResponse:
 async def metrics(request: Request) -> Response:
     state: ServerState = request.app.state.server
     stats = await state.engine.stats()
-    up = state.engine.state == "ready" and not state.engine.stalled
-    return Response(state.metrics.render(stats, up=up), headers={"content-type": METRICS_TYPE})
+    return Response(
+        state.metrics.render(stats, up=state.health == "ready"),
+        headers={"content-type": METRICS_TYPE},
+    )
 
 
 @router.get("/version")

@@ -12,12 +12,12 @@ import uvicorn
 from jaxllm.engine.async_engine import AsyncEngine
 from jaxllm.engine.engine_loop import LOG_DATE_FORMAT, LOG_FORMAT
 from jaxllm.engine.errors import EngineStartError
-from jaxllm.engine.tokenizer import Tokenizer
 from jaxllm.serve.app import make_app
 from jaxllm.serve.args import Command, parse_args
 from jaxllm.serve.listen import ListenError, open_socket, shown_url
 from jaxllm.serve.metrics import Metrics
 from jaxllm.serve.middleware import OPEN_PATHS
+from jaxllm.serve.opening import open_engine
 from jaxllm.serve.snapshot import write_snapshot
 from jaxllm.serve.state import ServerState
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 DEATH_LINGER_S = 2.0
 """How long a server without an engine still answers (503 at /health) before it exits."""
 CLOSE_CONNECTIONS_S = 2
-TOKENIZER_GRACE_S = 15.0
 
 
 class Server(uvicorn.Server):
@@ -104,44 +103,13 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
 async def _start(state: ServerState, url: str, server: Server, dump_config: str | None) -> None:
     """Brings the engine up behind the HTTP server, which answers 503 meanwhile."""
     try:
-        tokenizer = await _load(state.engine)
-        state.engine.open(tokenizer)
-        logger.info("%s", state.take_defaults())
+        await open_engine(state)
         if dump_config is not None:
             write_snapshot(dump_config, state.configs, state.origins, state.defaults)
         logger.info("Ready: %s at %s", ", ".join(state.names), url)
     except BaseException:
         server.should_exit = True
         raise
-
-
-async def _load(engine: AsyncEngine) -> Tokenizer | None:
-    """The tokenizer, loaded while the engine warms up."""
-    config = engine.config
-    if config.skip_tokenizer_init:
-        await engine.wait_ready()
-        return None
-    load = asyncio.create_task(
-        asyncio.to_thread(
-            Tokenizer.load,
-            config.tokenizer or config.model,
-            revision=config.revision,
-            chat_template=config.chat_template,
-        )
-    )
-    ready = asyncio.create_task(engine.wait_ready())
-    try:
-        await asyncio.wait((load, ready), return_when=asyncio.FIRST_EXCEPTION)
-        if load.done() and load.exception() is not None and not ready.done():
-            # What ails the tokenizer may ail the model, and the engine says it better.
-            await asyncio.wait((ready,), timeout=TOKENIZER_GRACE_S)
-        if ready.done():
-            await ready
-        return await load
-    finally:
-        for task in (load, ready):
-            task.cancel()
-        await asyncio.gather(load, ready, return_exceptions=True)
 
 
 async def _watch_death(engine: AsyncEngine, server: Server) -> None:

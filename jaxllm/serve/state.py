@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.engine.async_engine import AsyncEngine
 from jaxllm.engine.tokenizer import Tokenizer
@@ -36,6 +36,11 @@ class ServerState:
     def configs(self) -> tuple[Any, Any]:
         """The engine's settings, resolved once it is ready, and the server's."""
         return self.engine.config, self.serve_config
+
+    @property
+    def health(self) -> Literal["starting", "ready", "stalled", "stopping", "dead"]:
+        """ready: the engine takes requests and its steps go on."""
+        return "stalled" if self.engine.stalled else self.engine.state
 
     @property
     def name(self) -> str:
