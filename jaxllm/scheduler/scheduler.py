@@ -1,7 +1,6 @@
 """Which requests compute which tokens in the next step."""
 
 import logging
-import time
 
 from jaxllm.outputs import (
     NO_TOKEN,
@@ -16,6 +15,7 @@ from jaxllm.outputs import (
 from jaxllm.request import Request, RequestStatus
 from jaxllm.scheduler import limits
 from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.counters import Counters
 from jaxllm.scheduler.prompt_logprobs import PromptLogprobs
 from jaxllm.scheduler.running_set import RunningSet
 from jaxllm.scheduler.waiting_queue import WaitingQueue
@@ -76,11 +76,7 @@ class Scheduler:
         self._prompt_logprobs = PromptLogprobs()
         # Filled to the last block, decoding requests would preempt the newcomer at once.
         self._spare_blocks = block_pool.num_blocks // 100
-        self._num_preemptions = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
-        self._num_steps = 0
-        self._last_step_time = 0.0
+        self._counters = Counters()
 
     def add(self, request: Request) -> None:
         """Takes in a new request and sets its `max_tokens`.
@@ -148,26 +144,13 @@ class Scheduler:
             prompt_logprobs = self._prompt_logprobs.take(scheduled, result)
             if scheduled.samples or prompt_logprobs or token == NON_FINITE:
                 outputs.append(self._apply(request, token, logprobs, prompt_logprobs))
-        self._num_steps += 1
-        self._last_step_time = time.monotonic()
+        self._counters.step_done()
         return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, blocks and counters; prefix cache counters are in tokens."""
-        pool = self.block_pool
-        return EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_preemptions=self._num_preemptions,
-            prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generation_tokens,
-            prefix_cache_queries=pool.num_queried_tokens,
-            prefix_cache_hits=pool.num_hit_tokens,
-            num_steps=self._num_steps,
-            last_step_time=self._last_step_time,
+        return self._counters.stats(
+            self.block_pool, num_running=len(self._running), num_waiting=len(self._waiting)
         )
 
     def check_integrity(self) -> None:
@@ -242,7 +225,7 @@ class Scheduler:
         self._waiting.pop()
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self._num_prompt_tokens += request.num_prompt_tokens
+            self._counters.prompt_tokens += request.num_prompt_tokens
         self._running.add(request)
         return request
 
@@ -254,7 +237,7 @@ class Scheduler:
         self.block_pool.release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self._counters.preemptions += 1
         self._waiting.put_back(request)
 
     def _finish(self, request: Request, *, reusable: bool = True) -> None:
@@ -284,7 +267,7 @@ class Scheduler:
         elif token != NO_TOKEN:
             new_token_ids = [token]
             request.token_ids.append(token)
-            self._num_generation_tokens += 1
+            self._counters.generation_tokens += 1
             finish_reason, stop_reason = limits.find_stop(request)
         if finish_reason is not None:
             self._finish(request, reusable=error is None)
