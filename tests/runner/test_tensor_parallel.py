@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.converters.architectures import name_map_for
+from jaxllm.engine.fit import GIB, make_request
 from jaxllm.engine.local_engine import LocalEngine
 from jaxllm.engine.startup import _check_converted
 from jaxllm.models.registry import resolve
 from jaxllm.outputs import RequestOutput
-from jaxllm.plan import GIB, make_request
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.estimate import Parallel
 from jaxllm.runner.memory import device_bytes
