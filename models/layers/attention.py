@@ -9,9 +9,10 @@ from jaxtyping import Array, Float
 from jaxllm.models.batch import AttentionMetadata
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import RMSNorm
-from jaxllm.models.layers.rope import Rotation, rotate
-from jaxllm.pallas_kernels.kv_write.api import write_kv
+from jaxllm.models.layers.rope import Rotation
 from jaxllm.pallas_kernels.paged_attention.api import decode_attention, ragged_attention
+from jaxllm.pallas_kernels.rope_kv_write.api import rotate_and_write
+from jaxllm.pallas_kernels.rope_kv_write.reference import HeadNorm
 
 
 class Attention(nnx.Module):
@@ -36,7 +37,6 @@ class Attention(nnx.Module):
     ) -> None:
         """Args: qk_norm_eps: if given, queries and keys are normalized by head before rotation."""
         group = num_heads // num_kv_heads
-        self.group = group
         self.scale = head_dim**-0.5
         self.sliding_window = sliding_window
         self.qkv_proj = Linear(
@@ -67,11 +67,9 @@ class Attention(nnx.Module):
         """The block's output, and the cache with this step's keys and values written."""
         with jax.named_scope("qkv"):
             qkv = self.qkv_proj(x)
-            q, k, v = qkv[:, :, : self.group], qkv[:, :, self.group], qkv[:, :, self.group + 1]
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = rotate(q, rope), rotate(k, rope)
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = HeadNorm(self.q_norm.weight[...], self.k_norm.weight[...])
         write_and_attend = self._write_and_attend
         if metadata.mesh is not None:
             # XLA cannot see into the kernels: left to itself it would gather what they take.
@@ -79,27 +77,36 @@ class Attention(nnx.Module):
             write_and_attend = jax.shard_map(
                 write_and_attend,
                 mesh=metadata.mesh,
-                in_specs=(heads, heads, heads, cache, PartitionSpec()),
+                in_specs=(heads, PartitionSpec(), cache, PartitionSpec(), PartitionSpec()),
                 out_specs=(heads, cache),
                 check_vma=False,
             )
-        out, kv = write_and_attend(q, k, v, kv, metadata)
+        out, kv = write_and_attend(qkv, rope, kv, metadata, norm)
         with jax.named_scope("output"):
             return self.o_proj(out), kv
 
     def _write_and_attend(
         self,
-        q: Float[Array, "T K G H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        qkv: Float[Array, "T K R H"],
+        rope: Rotation,
         kv: Float[Array, "PS 2 K H"],
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T K G H"], Float[Array, "PS 2 K H"]]:
+        norm: HeadNorm | None,
+    ) -> tuple[Float[Array, "T K R-2 H"], Float[Array, "PS 2 K H"]]:
         """The heads of one device."""
-        tokens, kv_heads, group, head_dim = q.shape
-        with jax.named_scope("kv_write"):
-            kv = write_kv(kv, k, v, metadata.slot_mapping)
+        with jax.named_scope("rope_kv_write"):
+            q, kv = rotate_and_write(
+                qkv,
+                rope.cos,
+                rope.sin,
+                kv,
+                metadata.slot_mapping,
+                norm=norm,
+                norm_eps=0.0 if self.q_norm is None else self.q_norm.eps,
+                backend=metadata.backend,
+            )
         with jax.named_scope("attention"):
+            tokens, kv_heads, group, head_dim = q.shape
             out = self._attend(q.reshape(tokens, kv_heads * group, head_dim), kv, metadata)
             return out.reshape(q.shape), kv
 

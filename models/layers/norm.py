@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
+
+from jaxllm.pallas_kernels.rope_kv_write.reference import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -14,6 +15,4 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((size,), dtype), out_sharding=(None,))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        wide = x.astype(jnp.float32)
-        inverse_rms = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse_rms * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)

@@ -22,15 +22,6 @@ class Rotation(NamedTuple):
     sin: Float[Array, "T half"]
 
 
-def rotate(x: Float[Array, "T *heads H"], rope: Rotation) -> Float[Array, "T *heads H"]:
-    """x with dimension i and i + H/2 turned by angle i, in float32, back in x's dtype."""
-    shape = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1] // 2)
-    cos, sin = rope.cos.reshape(shape), rope.sin.reshape(shape)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 def rotation(
     config: RopeConfig, head_dim: int, positions: Int[Array, " T"], seq_lens: Int[Array, " T"]
 ) -> Rotation:

@@ -1,10 +1,63 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.kv_write.api import write_kv
 from jaxllm.pallas_kernels.paged_attention.api import decode_attention
+from jaxllm.pallas_kernels.rope_kv_write import api, reference, triton
+from jaxllm.pallas_kernels.rope_kv_write.arg_specs import CASES, RopeCase, make_arguments
+from jaxllm.pallas_kernels.rope_kv_write.reference import write_kv
+from tests.pallas_kernels.cross_lowering import lower_for_cuda
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+TOLERANCE = {"float32": 1e-6, "bfloat16": 8e-3}
+
+
+def _close(case: RopeCase, actual: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> None:
+    for a, b in zip(actual, wanted, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        tolerance = TOLERANCE[case.dtype]
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_kernel_agrees_with_the_reference(case: RopeCase) -> None:
+    arrays, options = make_arguments(case)
+    _close(
+        case,
+        triton.rotate_and_write(**arrays, **options, interpret=True),
+        reference.rotate_and_write(**arrays, **options),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_gpu_agrees_with_the_reference(case: RopeCase) -> None:
+    arrays, options = make_arguments(case)
+    wanted = reference.rotate_and_write(**arrays, **options)
+    _close(case, jax.jit(functools.partial(api.rotate_and_write, **options))(**arrays), wanted)
+
+
+def test_the_kernel_lowers_for_cuda_and_writes_its_own_input() -> None:
+    text = _lowered(head_dim=128, half=64)
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    assert "output_operand_aliases" in text
+
+
+def test_a_partial_rotation_is_left_to_the_reference() -> None:
+    with pytest.raises(NotImplementedError, match="head_dim 128 with 32 angles"):
+        _lowered(head_dim=128, half=32)
+
+
+def _lowered(head_dim: int, half: int) -> str:
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    shapes = (((256, 8, 6, head_dim), bf16), ((256, half), f32), ((256, half), f32))
+    shapes += (((2**14, 2, 8, head_dim), bf16), ((256,), jnp.int32))
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return lower_for_cuda(triton.rotate_and_write, *arguments)
 
 
 def _new_rows(tokens: int, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:

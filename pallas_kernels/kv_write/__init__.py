@@ -1,1 +1,0 @@
-"""Writing new keys and values into the paged cache, in place."""

@@ -1,0 +1,1 @@
+"""Rotary embedding of new queries and keys, and writing keys and values into the paged cache."""
