@@ -37,9 +37,14 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. Requests with one new token stand first, in slot order of arrival."""
+    """One step. Requests with one new token stand first, in slot order of arrival.
+
+    Attributes:
+        lane: to which all its requests belong; steps of other lanes share none with it.
+    """
 
     requests: list[ScheduledRequest]
+    lane: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ class Request:
             once the steps already given to the device have run.
         num_inflight: tokens sampled by steps given to the device whose ids have not come back.
         slot: row of the device's per-request state while running, else -1.
+        lane: the group of requests that it runs with (see Scheduler).
         group_id: common to the n sequences of one request, which share the prompt's blocks.
         seed: of the sampler; filled in by the engine where the request names none.
         block_hashes: chained hashes of the leading full blocks of `token_ids`, as far as known.
@@ -51,6 +52,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     slot: int = -1
+    lane: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0

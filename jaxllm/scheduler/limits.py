@@ -1,5 +1,7 @@
 """Where a request may not begin, and where it ends."""
 
+import logging
+
 from jaxllm.outputs import FinishReason
 from jaxllm.request import Request
 from jaxllm.scheduler.block_pool import BlockPool
@@ -9,6 +11,26 @@ NON_FINITE_ERROR = (
     "runs in float16, values above 65504 overflow: use --dtype bfloat16 or --dtype float32; "
     "otherwise the checkpoint itself may hold non-finite weights."
 )
+
+logger = logging.getLogger(__name__)
+
+
+def check_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, pool: BlockPool
+) -> None:
+    """Raises ValueError if a step cannot hold a token of each request; warns of a small cache."""
+    if not 1 <= max_num_seqs <= max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_batched_tokens} must be at least "
+            f"max_num_seqs={max_num_seqs}: every running request needs a token a step."
+        )
+    if max_model_len > pool.num_tokens:
+        logger.warning(
+            "the block cache holds %d tokens, fewer than max_model_len=%d: longer requests are "
+            "refused, or end there.",
+            pool.num_tokens,
+            max_model_len,
+        )
 
 
 def check_prompt(request: Request, max_model_len: int, pool: BlockPool) -> None:

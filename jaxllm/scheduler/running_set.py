@@ -6,8 +6,8 @@ from jaxllm.outputs import ScheduledRequest
 from jaxllm.request import Request, RequestStatus
 
 
-class RunningSet:
-    """Slots, and who has them.
+class Lane:
+    """Requests that run together, in the same steps.
 
     Attributes:
         decoding: requests with one token to compute a step, oldest first.
@@ -15,55 +15,97 @@ class RunningSet:
             `decoding`, since a chunk is only ever cut short where the budget of a step ends.
     """
 
-    def __init__(self, max_num_seqs: int):
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []
-        self._max_num_seqs = max_num_seqs
-        self._free_slots = list(reversed(range(max_num_seqs)))
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prefilling)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self.decoding
-        yield from self.prefilling
-
-    @property
-    def full(self) -> bool:
-        """Whether no slot is free."""
-        return not self._free_slots
-
-    @property
-    def last(self) -> Request:
-        """The request admitted last."""
-        return (self.prefilling or self.decoding)[-1]
-
-    def all_decode(self, count: int) -> bool:
-        """Whether all requests have at least `count` tokens to decode, and there are any."""
-        return (
-            bool(self.decoding)
-            and not self.prefilling
-            and all(
-                request.num_computed_tokens + count - len(request.prompt_token_ids)
-                < request.max_tokens
-                for request in self.decoding
-            )
-        )
-
-    def add(self, request: Request) -> None:
-        """Gives a slot to a request that begins to prefill."""
-        request.slot = self._free_slots.pop()
-        request.status = RequestStatus.RUNNING
-        self.prefilling.append(request)
 
     def start_decoding(self, request: Request) -> None:
         """Notes that the last chunk of a prefill is scheduled."""
         self.prefilling.remove(request)
         self.decoding.append(request)
 
+
+class RunningSet:
+    """Slots, and who has them, and the lanes."""
+
+    def __init__(self, max_num_seqs: int, num_lanes: int = 1):
+        self.lanes = [Lane(index) for index in range(num_lanes)]
+        self._max_num_seqs = max_num_seqs
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._admitted: dict[Request, None] = {}
+        self._served = self.lanes[-1]
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of admission."""
+        yield from self._admitted
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def last(self) -> Request:
+        """The request admitted last."""
+        return next(reversed(self._admitted))
+
+    @property
+    def num_busy_lanes(self) -> int:
+        """Lanes with requests; all of them while any prefills, whose chunks need no sampled
+        token, so that steps of one lane need not wait for each other."""
+        if any(lane.prefilling for lane in self.lanes):
+            return len(self.lanes)
+        return sum(1 for lane in self.lanes if lane.decoding)
+
+    def in_turn(self) -> list[Lane]:
+        """The lanes in the order of their turns, beginning after the one `serve` named last."""
+        first = self._served.index + 1
+        return self.lanes[first:] + self.lanes[:first]
+
+    def serve(self, lane: Lane) -> None:
+        """Notes that a lane has had its turn."""
+        self._served = lane
+
+    def has_room(self, lane: Lane, newcomers: int) -> bool:
+        """Whether a slot is free, and the lane has less than its share of all and `newcomers`."""
+        share, rest = divmod(len(self) + newcomers, len(self.lanes))
+        larger = sum(1 for other in self.lanes if len(other) > share)
+        return bool(self._free_slots) and len(lane) < share + (larger < rest)
+
+    def all_decode(self, count: int) -> bool:
+        """Whether there is one lane only, all of whose requests have at least `count` tokens to
+        decode, and there are any."""
+        lane, *others = self.lanes
+        return (
+            not others
+            and bool(lane.decoding)
+            and not lane.prefilling
+            and all(
+                request.num_computed_tokens + count - len(request.prompt_token_ids)
+                < request.max_tokens
+                for request in lane.decoding
+            )
+        )
+
+    def add(self, request: Request, lane: Lane) -> None:
+        """Gives a slot in `lane` to a request that begins to prefill."""
+        request.slot = self._free_slots.pop()
+        request.lane = lane.index
+        request.status = RequestStatus.RUNNING
+        lane.prefilling.append(request)
+        self._admitted[request] = None
+
     def remove(self, request: Request) -> None:
         """Takes the slot back."""
-        (self.decoding if request in self.decoding else self.prefilling).remove(request)
+        lane = self.lanes[request.lane]
+        (lane.decoding if request in lane.decoding else lane.prefilling).remove(request)
+        del self._admitted[request]
         self._free_slots.append(request.slot)
         request.slot = -1
 
@@ -79,10 +121,16 @@ class RunningSet:
         return ScheduledRequest(request, request.slot, start, count, samples, index, admitted)
 
     def check_integrity(self, block_size: int) -> None:
-        """Raises AssertionError if a slot is lost or used twice, or a request lacks blocks."""
+        """Raises AssertionError if a slot is lost or used twice, lanes are mixed up, or a request
+        lacks blocks."""
         slots = sorted(self._free_slots + [request.slot for request in self])
         assert slots == list(range(self._max_num_seqs)), f"slots lost or used twice: {slots}"
-        for request in self:
+        order = list(self)
+        for lane in self.lanes:
+            members = lane.decoding + lane.prefilling
+            wanted = [request for request in order if request.lane == lane.index]
+            assert members == wanted, f"lane {lane.index} is not in order of admission"
+        for request in order:
             name, room = request.request_id, len(request.block_ids) * block_size
             assert request.status is RequestStatus.RUNNING, f"{name} is not running"
             assert request.num_computed_tokens <= room, f"{name} outgrew its blocks"

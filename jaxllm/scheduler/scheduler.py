@@ -1,7 +1,5 @@
 """Which requests compute which tokens in the next step."""
 
-import logging
-
 from jaxllm.outputs import (
     NO_TOKEN,
     NON_FINITE,
@@ -17,10 +15,8 @@ from jaxllm.scheduler import limits
 from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.counters import Counters
 from jaxllm.scheduler.prompt_logprobs import PromptLogprobs
-from jaxllm.scheduler.running_set import RunningSet
+from jaxllm.scheduler.running_set import Lane, RunningSet
 from jaxllm.scheduler.waiting_queue import WaitingQueue
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -37,10 +33,15 @@ class Scheduler:
     other method is called: it hands blocks and slots on at once, relying on steps running in
     order.
 
+    A running request belongs to a lane. Lanes take turns, an idle one is passed over, and a step
+    holds requests of its lane only: so many steps can be under way without one waiting for what
+    another samples. Newcomers are shared out evenly. With one lane, each step takes all.
+
     Args:
         max_num_seqs: slots, so the most requests in a step.
         max_num_batched_tokens: most tokens in a step; at least `max_num_seqs`.
         max_model_len: most tokens of a request, prompt and output.
+        num_lanes: pipeline stages.
         non_finite_error: what a request with non-finite logits is told.
     """
 
@@ -51,20 +52,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_lanes: int = 1,
         non_finite_error: str = limits.NON_FINITE_ERROR,
     ):
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_batched_tokens={max_num_batched_tokens} must be at least "
-                f"max_num_seqs={max_num_seqs}: every running request needs a token a step."
-            )
-        if max_model_len > block_pool.num_tokens:
-            logger.warning(
-                "the block cache holds %d tokens, fewer than max_model_len=%d: longer requests "
-                "are refused, or end there.",
-                block_pool.num_tokens,
-                max_model_len,
-            )
+        limits.check_sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_pool)
         self.block_pool = block_pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,7 +63,7 @@ class Scheduler:
         self._non_finite_error = non_finite_error
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
-        self._running = RunningSet(max_num_seqs)
+        self._running = RunningSet(max_num_seqs, num_lanes)
         self._prompt_logprobs = PromptLogprobs()
         # Filled to the last block, decoding requests would preempt the newcomer at once.
         self._spare_blocks = block_pool.num_blocks // 100
@@ -107,15 +98,18 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be computed before an `update`."""
-        singles: list[ScheduledRequest] = []
-        chunks: list[ScheduledRequest] = []
-        self._schedule_decodes(singles)
-        budget = self.max_num_batched_tokens - len(singles)
-        for scheduled in self._schedule_prefills(budget):
-            (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
-            # Not earlier: within the step that fills them, blocks must not be found.
-            self._after_prefill(scheduled)
-        return SchedulerOutput(singles + chunks) if singles or chunks else None
+        for lane in self._running.in_turn():
+            requests = self._schedule_lane(lane)
+            if requests:
+                self._running.serve(lane)
+                return SchedulerOutput(requests, lane.index)
+        return None
+
+    @property
+    def num_steps_ahead(self) -> int:
+        """How many steps are worth giving to the device beyond the one whose tokens are awaited:
+        more of them would only wait for each other, and newcomers for them."""
+        return max(1, self._running.num_busy_lanes)
 
     def is_steady(self, count: int) -> bool:
         """Whether the next `count` steps hold one token each of the same requests.
@@ -162,10 +156,21 @@ class Scheduler:
         self._prompt_logprobs.check_integrity(self._requests.values())
         self.block_pool.check_integrity(self._requests.values())
 
-    def _schedule_decodes(self, singles: list[ScheduledRequest]) -> None:
+    def _schedule_lane(self, lane: Lane) -> list[ScheduledRequest]:
+        """What the lane computes in its next step, single tokens first."""
+        singles: list[ScheduledRequest] = []
+        chunks: list[ScheduledRequest] = []
+        self._schedule_decodes(lane.decoding, singles)
+        budget = self.max_num_batched_tokens - len(singles)
+        for scheduled in self._schedule_prefills(lane, budget):
+            (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
+            # Not earlier: within the step that fills them, blocks must not be found.
+            self._after_prefill(scheduled)
+        return singles + chunks
+
+    def _schedule_decodes(self, decoding: list[Request], singles: list[ScheduledRequest]) -> None:
         """Adds a token of each decoding request, preempting others where blocks run out."""
         block_size = self.block_pool.block_size
-        decoding = self._running.decoding
         index = 0
         while index < len(decoding):  # preemption shortens it from the end
             request = decoding[index]
@@ -186,15 +191,15 @@ class Scheduler:
             slot = request.slot
             singles.append(ScheduledRequest(request, slot, start, 1, True, output_index, False))
 
-    def _schedule_prefills(self, budget: int) -> list[ScheduledRequest]:
+    def _schedule_prefills(self, lane: Lane, budget: int) -> list[ScheduledRequest]:
         """A chunk of each running prefill, then of newcomers, of at most `budget` tokens in all."""
         scheduled: list[ScheduledRequest] = []
         admitted = False
-        queue = self._running.prefilling[::-1]
+        queue = lane.prefilling[::-1]
         while budget > 0:
             if queue:
                 request = queue.pop()
-            elif (newcomer := self._admit()) is not None:
+            elif (newcomer := self._admit(lane)) is not None:
                 request, admitted = newcomer, True
             else:
                 break
@@ -207,15 +212,17 @@ class Scheduler:
         request = scheduled.request
         self.block_pool.register(request)
         if scheduled.samples:
-            self._running.start_decoding(request)
+            self._running.lanes[request.lane].start_decoding(request)
             for follower in self._waiting.release(request):
                 self._prompt_logprobs.drop(follower)
 
-    def _admit(self) -> Request | None:
+    def _admit(self, lane: Lane) -> Request | None:
         """The oldest waiting request, now with a slot and blocks for all its tokens, if it fits."""
         request = self._waiting.head
         # A preempted request's tokens in flight must come back before it can be computed anew.
-        if request is None or self._running.full or request.num_inflight:
+        if request is None or request.num_inflight:
+            return None
+        if not self._running.has_room(lane, self._num_newcomers(request)):
             return None
         # Prompt logprobs come from computing: a cached position has none.
         read = not self._prompt_logprobs.pending(request)
@@ -226,8 +233,14 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self._counters.prompt_tokens += request.num_prompt_tokens
-        self._running.add(request)
+        self._running.add(request, lane)
         return request
+
+    def _num_newcomers(self, head: Request) -> int:
+        """How many waiting requests may soon run, if all were like `head`."""
+        blocks = -(-len(head.token_ids) // self.block_pool.block_size)
+        fitting = max(1, self.block_pool.num_free // blocks)
+        return min(fitting, len(self._waiting), self._running.num_free_slots)
 
     def _preempt_last(self) -> None:
         """Takes blocks and slot from the request admitted last; it is computed anew later."""

@@ -22,6 +22,7 @@ from jaxllm.outputs import (
 from jaxllm.request import Request
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.running_set import Lane
 from jaxllm.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 7
@@ -60,7 +61,7 @@ class PagedDevice:
         self.infected: set[str] = set()
         self._block_size = block_size
         self._cache: dict[int, int] = {}
-        self._tokens_of_slot: dict[int, list[int]] = {}
+        self._tokens: dict[tuple[int, int], list[int]] = {}  # of a lane and slot
 
     def execute(
         self, step: SchedulerOutput, poisoned: Callable[[Request], bool] = lambda request: False
@@ -68,6 +69,8 @@ class PagedDevice:
         """Runs a step; the logits of requests that are `poisoned` come out as NaN."""
         slots = [scheduled.slot for scheduled in step.requests]
         assert len(set(slots)) == len(slots), f"a slot has two requests: {slots}"
+        lanes = {scheduled.request.lane for scheduled in step.requests}
+        assert lanes == {step.lane}, f"a step of lane {step.lane} has requests of {lanes}"
         states = [self._read(scheduled) for scheduled in step.requests]
         bad = [r.samples and poisoned(r.request) for r in step.requests]
         states = [NAN if b else state for b, state in zip(bad, states, strict=True)]
@@ -78,7 +81,7 @@ class PagedDevice:
             state = self._write(scheduled, state)
             if scheduled.samples:
                 token = sample(state)
-                self._tokens_of_slot[scheduled.slot].append(max(token, 0))
+                self._tokens[scheduled.request.lane, scheduled.slot].append(max(token, 0))
             token_ids.append(token)
             if scheduled.request.sampling_params.prompt_logprobs is not None:
                 prompt_logprobs[scheduled.request.request_id] = _prompt_logprobs(scheduled)
@@ -87,8 +90,8 @@ class PagedDevice:
     def _read(self, scheduled: ScheduledRequest) -> int:
         """The state before the first new position; checks all cached positions."""
         if scheduled.admitted:
-            self._tokens_of_slot[scheduled.slot] = list(scheduled.request.token_ids)
-        tokens = self._tokens_of_slot[scheduled.slot]
+            self._tokens[scheduled.request.lane, scheduled.slot] = list(scheduled.request.token_ids)
+        tokens = self._tokens[scheduled.request.lane, scheduled.slot]
         known = scheduled.request.token_ids
         assert tokens[: len(known)] == known, "the slot holds another request's tokens"
         state = 1
@@ -103,7 +106,7 @@ class PagedDevice:
         return state
 
     def _write(self, scheduled: ScheduledRequest, state: int) -> int:
-        tokens = self._tokens_of_slot[scheduled.slot]
+        tokens = self._tokens[scheduled.request.lane, scheduled.slot]
         for position in range(scheduled.start, scheduled.start + scheduled.num_new_tokens):
             state = state_after(state, tokens[position])
             self._cache[self._cache_slot(scheduled.request, position)] = state
@@ -134,6 +137,7 @@ class Loop:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         max_model_len: int = 64,
+        num_lanes: int = 1,
         depth: int = 0,
     ):
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
@@ -142,7 +146,9 @@ class Loop:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            num_lanes=num_lanes,
         )
+        self._last_lane = num_lanes - 1
         self.depth = depth
         self.device = PagedDevice(block_size)
         self.pending: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -176,12 +182,24 @@ class Loop:
         self, poisoned: Callable[[Request], bool] = lambda request: False
     ) -> SchedulerOutput | None:
         """Schedules a step and gives it to the device."""
+        lanes = self.scheduler._running.lanes
+        preemptions = self.scheduler.stats().num_preemptions
+        ready = [index for index, lane in enumerate(lanes) if _has_work(lane)]
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is not None:
             _check_step(step, self.scheduler)
+            if preemptions == self.scheduler.stats().num_preemptions:
+                self._check_turn(step.lane, ready)
+            self._last_lane = step.lane
             self.pending.append((step, self.device.execute(step, poisoned)))
         return step
+
+    def _check_turn(self, served: int, ready: list[int]) -> None:
+        """No lane with work is passed over; one without may begin with a newcomer."""
+        count = len(self.scheduler._running.lanes)
+        waits = [(lane - self._last_lane - 1) % count for lane in (served, *ready)]
+        assert waits[0] == min(waits), f"lane {served} after {self._last_lane}, not one of {ready}"
 
     def deliver(self) -> list[EngineOutput]:
         """Gives the scheduler the results of the oldest step under way."""
@@ -219,6 +237,14 @@ class Loop:
     def last(self, request_id: str) -> EngineOutput:
         """The latest news of a request."""
         return self.outputs[request_id][-1]
+
+
+def _has_work(lane: Lane) -> bool:
+    unfinished = any(
+        request.num_computed_tokens + 1 - request.num_prompt_tokens < request.max_tokens
+        for request in lane.decoding
+    )
+    return unfinished or bool(lane.prefilling)
 
 
 def _check_step(step: SchedulerOutput, scheduler: Scheduler) -> None:

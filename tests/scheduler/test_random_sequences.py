@@ -123,10 +123,10 @@ class World:
         assert [e.logprobs[0] for e in entries] == [-p for p in range(1, len(entries) + 1)]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_thousands_of_random_sequences(depth: int):
     preemptions = hits = 0
-    for seed in range(1000):
+    for seed in range(800):
         rng = random.Random(f"{seed} {depth}")
         seqs = rng.randint(1, 4)
         world = World(
@@ -136,6 +136,7 @@ def test_thousands_of_random_sequences(depth: int):
             max_num_seqs=seqs,
             max_num_batched_tokens=rng.randint(seqs, 12),
             max_model_len=rng.randint(4, 40),
+            num_lanes=rng.choice([1, 1, 2, 4]),
             depth=depth,
         )
         for _ in range(rng.randint(5, 40)):
@@ -173,7 +174,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         extra=st.integers(0, 8),
         max_model_len=st.integers(3, 30),
-        depth=st.integers(0, 2),
+        num_lanes=st.integers(1, 4),
+        depth=st.integers(0, 4),
     )
     def start(self, *, max_num_seqs: int, extra: int, **settings):
         self.world = World(
