@@ -54,7 +54,7 @@ def plan_load(
         LoadError: not every parameter is filled exactly once, or a tensor is left over.
     """
     report = LoadReport()
-    sources = _find_sources(abstract, name_map, report)
+    sources = find_sources(abstract, name_map, report)
     _follow_tied_head(sources, abstract, checkpoint, name_map)
     fills = [
         _fill(param, abstract[param], op, tensors, checkpoint)
@@ -74,9 +74,10 @@ def plan_load(
     return sorted(fills, key=lambda fill: position[fill.tensors[0]])
 
 
-def _find_sources(
+def find_sources(
     abstract: Mapping[str, jax.ShapeDtypeStruct], name_map: NameMap, report: LoadReport
 ) -> dict[str, tuple[Op, tuple[str, ...]]]:
+    """The op and the tensors of each parameter, as the name map has them."""
     found: dict[str, tuple[Op, tuple[str, ...]]] = {}
     for param, target in abstract.items():
         for rule in name_map.rules:

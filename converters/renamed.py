@@ -1,7 +1,7 @@
 """A checkpoint under other tensor names, and parameters after a registered last fix."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ class RenamedCheckpoint:
         self._old_names: dict[str, str] = {}
         report = LoadReport()
         for old in base.tensors:
-            new = old
-            for table in renames:
-                new = renamed(new, table)
+            new = _renamed_by_all(old, renames)
             if new in self._old_names:
                 both = " and ".join(_LAYER.sub(".{i}.", n) for n in (self._old_names[new], old))
                 report.duplicated.append((new, f"is what {both} are renamed to"))
@@ -71,6 +69,18 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
     """
     keys = "|".join(re.escape(key) for key in sorted(table, key=len, reverse=True))
     return re.sub(rf"(?<![^.])(?:{keys})(?![^.])", lambda found: table[found[0]], name)
+
+
+def _renamed_by_all(name: str, tables: tuple[Mapping[str, str], ...]) -> str:
+    for table in tables:
+        name = renamed(name, table)
+    return name
+
+
+def registered_names(names: Iterable[str], architectures: list[str]) -> set[str]:
+    """`names` of tensors as the architecture's registration has them."""
+    found = find_architecture(architectures)
+    return {_renamed_by_all(name, found.renames if found else ()) for name in names}
 
 
 def with_registered_names(checkpoint: Checkpoint) -> Checkpoint:

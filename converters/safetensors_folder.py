@@ -45,6 +45,25 @@ class Layout:
         """Whether `path` holds weights of this format under their names."""
         return any((path / name).is_file() for name in (self.single, self.index))
 
+    def names(self, path: Path) -> list[str]:
+        """The tensors that the index in `path` names, [] if there is none.
+
+        Raises:
+            CheckpointError: the index is broken.
+        """
+        index = path / self.index
+        return list(_weight_map(index)) if index.is_file() else []
+
+    def is_whole(self, path: Path) -> bool:
+        """Whether all files of weights are there.
+
+        Raises:
+            CheckpointError: the index is broken.
+        """
+        index = path / self.index
+        files = set(_weight_map(index).values()) if index.is_file() else {self.single}
+        return all((path / file).is_file() for file in files)
+
 
 SAFETENSORS = Layout(SINGLE_FILE, INDEX_FILE, "*.safetensors", SafetensorsFile)
 

@@ -41,8 +41,8 @@ def effective_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def head_differs(checkpoint: Checkpoint, name_map: NameMap) -> bool:
-    """Whether the checkpoint has both head and embedding, and they differ.
+def has_both_heads(checkpoint: Checkpoint, name_map: NameMap) -> bool:
+    """Whether the checkpoint has both head and embedding. Reads no tensor.
 
     Raises:
         LoadError: their shapes differ, so neither can stand for the other.
@@ -56,6 +56,17 @@ def head_differs(checkpoint: Checkpoint, name_map: NameMap) -> bool:
             f"{list(head.shape)} and {name_map.embedding} {list(embedding.shape)}; "
             f"set it to false in config.json if the head is a separate one."
         )
+    return True
+
+
+def head_differs(checkpoint: Checkpoint, name_map: NameMap) -> bool:
+    """Whether the checkpoint has both head and embedding, and they differ.
+
+    Raises:
+        LoadError: as `has_both_heads`.
+    """
+    if not has_both_heads(checkpoint, name_map):
+        return False
     first = checkpoint.read(name_map.head)
     second = checkpoint.read(name_map.embedding)
     return not _equal(first, second)

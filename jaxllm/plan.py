@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parallel = Parallel(config.tensor_parallel_size, args.pipeline_parallel_size)
         request = make_request(config, args.gpu_memory, parallel)
-        for line in report(request):
-            print(line)
+        print("\n".join(report(request)))
         problem = request.problem()
         if not problem:
             print("It fits.")

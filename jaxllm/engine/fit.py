@@ -12,9 +12,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxllm.config import EngineConfig
-from jaxllm.converters.checkpoint import locate, open_checkpoint
+from jaxllm.converters.architectures import name_map_for
+from jaxllm.converters.checkpoint import Checkpoint, locate, open_checkpoint
+from jaxllm.converters.header_check import check_headers, check_names
 from jaxllm.converters.load_report import merge_numbers
-from jaxllm.converters.safetensors_folder import INDEX_FILE, read_json
+from jaxllm.converters.model_config import read_model_config
+from jaxllm.converters.renamed import registered_names, with_registered_names
+from jaxllm.converters.safetensors_folder import SAFETENSORS
+from jaxllm.converters.torch_folder import PYTORCH
 from jaxllm.models.base import ModelConfig
 from jaxllm.registration import resolve
 from jaxllm.runner.estimate import (
@@ -30,6 +35,7 @@ from jaxllm.runner.model_runner import make_buckets
 from jaxllm.runner.weights import build_abstract
 
 MOST_STAGES = 16
+_LAYOUTS = (SAFETENSORS, PYTORCH)
 
 
 @dataclass(frozen=True)
@@ -79,34 +85,51 @@ class Request:
 
 
 def make_request(config: EngineConfig, memory: int, parallel: Parallel) -> Request:
-    """Reads the model's configuration and declares its parameters.
+    """Reads the model's configuration, declares its parameters, and compares them with the
+    checkpoint's headers or its index, if they are there.
 
     Raises:
-        ValueError, OSError, ImportError: there is no such model, or it is not supported.
+        ValueError, OSError, ImportError: there is no such model, it is not supported, or its
+            tensors are not the checkpoint's.
     """
     path = locate(config.model, revision=config.revision, weights=False)
-    notes: list[str] = []
-    if path.suffix == ".gguf":
-        # Imported here, since the other formats need no gguf package.
-        from jaxllm.converters.gguf_checkpoint import open_gguf
-
-        gguf = open_gguf(path)
-        hf_config = dict(gguf.config)
-        types = ", ".join(f"{count} {name}" for name, count in gguf.type_histogram.items())
-        notes.append(f"tensors by type: {types}")
-    else:
-        checkpoint = open_checkpoint(str(path), load_format="dummy")
-        hf_config = dict(checkpoint.config)
-        notes += _index_notes(path, hf_config)
-        scheme = getattr(checkpoint, "quantization", None)
-        if scheme is not None:
-            notes.append(f"quantized ({scheme}): planned as it is held, dequantized")
-    model_class = resolve(hf_config.get("architectures") or [])
-    model = model_class.Config.from_hf(hf_config)
+    checkpoint = _open_headers(path, config)
+    model_class, model = read_model_config(resolve, checkpoint.config, path)
     resolved = config.resolve(platform="gpu", context_length=model.context_length, offline=False)
-    return Request(model_class, model, model, {}, resolved, memory, parallel, tuple(notes)).over(
-        parallel.tp
+    request = Request(model_class, model, model, {}, resolved, memory, parallel).over(parallel.tp)
+    return replace(request, notes=(*_notes(checkpoint), *_compared(request, checkpoint)))
+
+
+def _open_headers(path: Path, config: EngineConfig) -> Checkpoint:
+    """With its tensors' headers if its files are all there, else the configuration alone."""
+    load_format = config.load_format
+    if path.is_dir() and (path / "config.json").is_file() and load_format != "gguf":
+        layouts = [layout for layout in _LAYOUTS if layout.in_folder(path)]
+        if not layouts or not layouts[0].is_whole(path):
+            load_format = "dummy"
+    return open_checkpoint(str(path), load_format=load_format, quantization=config.quantization)
+
+
+def _compared(request: Request, checkpoint: Checkpoint) -> Iterator[str]:
+    """Raises LoadError if the checkpoint's tensors are not the model's; says what was compared."""
+    model, architectures = request.model, checkpoint.config["architectures"]
+    name_map = name_map_for(architectures).on_mesh(
+        model.kv_replicas, model.padded_vocab_size - model.vocab_size
     )
+    if checkpoint.source != "dummy":
+        check_headers(request.shapes, with_registered_names(checkpoint), name_map)
+        yield "its tensors' names and shapes are those of the model"
+        return
+    names = _indexed(checkpoint)
+    if names and request.config.load_format != "dummy" and not _scheme(checkpoint):
+        known = registered_names(names, architectures)
+        check_names(request.shapes, known, name_map, checkpoint.path)
+        yield "its index has the model's names (without the files, no shapes are compared)"
+
+
+def _indexed(checkpoint: Checkpoint) -> list[str]:
+    path = checkpoint.path
+    return next((names for layout in _LAYOUTS if (names := layout.names(path))), [])
 
 
 def _declare(model_class: type, model: ModelConfig, dtype: str) -> Shapes:
@@ -114,18 +137,23 @@ def _declare(model_class: type, model: ModelConfig, dtype: str) -> Shapes:
     return build_abstract(model_class, model, dtype, mesh).shapes
 
 
-def _index_notes(path: Path, hf_config: dict[str, Any]) -> Iterator[str]:
-    if not (path / INDEX_FILE).is_file():
-        return
-    index = read_json(path / INDEX_FILE)
-    weights = index.get("weight_map")
-    if not isinstance(weights, dict):
-        return
-    size = (index.get("metadata") or {}).get("total_size")
-    size_text = f", {size / GIB:.3f} GiB" if isinstance(size, int | float) else ""
-    yield f"checkpoint: {len(weights)} tensors in {len(set(weights.values()))} files{size_text}"
-    if hf_config.get("tie_word_embeddings") and "lm_head.weight" in weights:
+def _notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """What there is to say of the files."""
+    names = list(checkpoint.tensors) or _indexed(checkpoint)
+    nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    if names:
+        yield f"checkpoint: {len(names)} tensors" + (f", {nbytes / GIB:.3f} GiB" if nbytes else "")
+    if checkpoint.config.get("tie_word_embeddings") and "lm_head.weight" in names:
         yield "tied in config.json, but with a head: if the two differ, the head is loaded as well"
+    types = getattr(checkpoint, "type_histogram", {})
+    if types:
+        yield "tensors by type: " + ", ".join(f"{count} {name}" for name, count in types.items())
+    if _scheme(checkpoint):
+        yield f"quantized ({_scheme(checkpoint)}): planned as it is held, dequantized"
+
+
+def _scheme(checkpoint: Checkpoint) -> str | None:
+    return getattr(checkpoint, "quantization", None)
 
 
 def report(request: Request) -> Iterator[str]:
