@@ -7,11 +7,9 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import shutil
+import signal
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from jaxllm.converters.architectures import NAME_MAPS
 from jaxllm.converters.checkpoint import Checkpoint, open_checkpoint
 from jaxllm.converters.checksums import write_sums
 from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.new_folder import appearing_folder, check_target
 from jaxllm.converters.safetensors_writer import (
     FLOAT_DTYPES,
     SHARD_BYTES,
@@ -80,7 +79,7 @@ def convert(
         CheckpointError: the source cannot be read, or the target is taken or too small.
     """
     target = Path(target).expanduser()
-    _check_target(target)
+    check_target(target)
     if to not in TARGETS:
         raise CheckpointError(f"to {to!r} is none of {', '.join(TARGETS)}.")
     checkpoint = open_checkpoint(source, revision=revision)
@@ -91,7 +90,7 @@ def convert(
     named = _under_registered_names(checkpoint) if to == "orbax" else checkpoint
     config = effective_config(named)
     dtypes = stored_dtypes(named, _wanted_tensors(named, config), dtype)
-    with _appearing_folder(target) as folder:
+    with appearing_folder(target) as folder:
         _check_space(folder, named, dtypes)
         written = _written_config(config, dtypes)
         _write_json(folder / "config.json", written)
@@ -208,13 +207,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _check_target(target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is not empty: delete it or give another folder.")
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file: give the name of a new folder.")
-
-
 def _check_space(folder: Path, checkpoint: Checkpoint, dtypes: dict[str, np.dtype]) -> None:
     needed = sum(
         int(np.prod(checkpoint.tensors[name].shape)) * dtype.itemsize
@@ -225,28 +217,6 @@ def _check_space(folder: Path, checkpoint: Checkpoint, dtypes: dict[str, np.dtyp
         raise CheckpointError(
             f"{folder.parent} has {free / 1e9:.1f} GB free, the weights need {needed / 1e9:.1f} GB."
         )
-
-
-@contextlib.contextmanager
-def _appearing_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, renamed to it at the end or deleted on an error."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}.") from error
-    try:
-        yield folder
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)  # mkdtemp's folders are closed to others
-        folder.rename(target)
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}.") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _keep_to_cpu() -> None:
@@ -273,6 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="of the written weights; auto keeps the source's (float32 from GGUF)",
     )
     parser.add_argument("--revision", help="hub revision of the source")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="neither a bar nor the line at the end"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if options.to == "orbax":
@@ -284,13 +257,24 @@ def main(arguments: list[str] | None = None) -> int:
             to=options.to,
             dtype=options.dtype,
             revision=options.revision,
+            progress=not options.quiet and sys.stderr.isatty(),
         )
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {options.target} was not written", file=sys.stderr)
+        return 130
     except ValueError as error:  # CheckpointError among them
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {folder}")
+    if not options.quiet:
+        print(f"wrote {folder}")
     return 0
 
 
+def _interrupt(*_: object) -> None:
+    """As Ctrl-C: what was begun is deleted."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

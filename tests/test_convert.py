@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,44 @@ def test_the_command(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith(f"error: {target} is not empty")
     assert main([str(tmp_path / "absent.gguf"), str(tmp_path / "other")]) == 1
     assert "there is no such file or folder" in capsys.readouterr().err
+
+
+def test_quiet_says_nothing(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(source), str(tmp_path / "target"), "-q"]) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
+    assert main([str(source), str(tmp_path / "target"), "--quiet"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_an_interruption_leaves_nothing(
+    tmp_path: Path, source: Path, signum: signal.Signals, to: str
+) -> None:
+    """Interrupted when the weights are written and their sums are not."""
+    code = (
+        "import runpy, sys, time\n"
+        "from jaxllm.converters import checksums\n"
+        "checksums.write_sums = lambda folder: (print('writing', flush=True), time.sleep(60))\n"
+        "sys.argv = ['convert', *sys.argv[1:]]\n"
+        "runpy.run_module('jaxllm.convert', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "target"), "--to", to]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert len(list(tmp_path.glob(".target.*/config.json"))) == 1
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == f"interrupted: {tmp_path / 'target'} was not written"
+    assert "Traceback" not in err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
 def test_the_command_imports_no_jax(tmp_path: Path, source: Path) -> None:
