@@ -97,7 +97,7 @@ def estimate(
         holders = Holders(
             total=total,
             weights=_weight_bytes(shapes, layers, parallel, first=stage == 0, last=last),
-            sampler=_sampler_bytes(model, config) if last else 0,
+            sampler=_sampler_bytes(model, config, parallel.tp) if last else 0,
             activations=_step_bytes(model, config, parallel.tp, last=last),
         )
         shape = CacheShape(
@@ -128,9 +128,9 @@ def _weight_bytes(
     return total
 
 
-def _sampler_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def _sampler_bytes(model: ModelConfig, config: EngineConfig, tp: int) -> int:
     assert config.max_num_seqs
-    return config.max_num_seqs * (model.vocab_size * STATE_BYTES + 4)
+    return config.max_num_seqs * (model.padded_vocab_size // tp * STATE_BYTES + 4)
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, *, last: bool) -> int:
@@ -148,6 +148,8 @@ def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, *, last: bool
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     widest = max(3 * model.intermediate_size, heads) // tp
     layer = tokens * ((2 * model.hidden_size + widest) * width + model.head_dim * 4)
-    sampler = SAMPLER_COPIES * requests * model.vocab_size * 4 if last else 0
+    # Each device samples its share of the requests, from all of the vocabulary.
+    rows = -(-requests // tp)
+    sampler = SAMPLER_COPIES * rows * model.vocab_size * 4 if last else 0
     result = tokens * model.hidden_size * width + requests * result_width(config.max_logprobs) * 4
     return max(layer, sampler) + MATMUL_SCRATCH + 2 * result

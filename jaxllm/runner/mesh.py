@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 PP_AXIS = "pp"
@@ -39,3 +40,20 @@ def make_mesh(
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def upload(values: Any, shardings: Any) -> Any:
+    """Host arrays on devices, as `jax.device_put` does it for the devices of one process.
+
+    Over several processes that would compare the values among them, at 4 ms a call; here each puts
+    its own, which are equal.
+    """
+    first = jax.tree.leaves(shardings)[0]
+    if first.is_fully_addressable:
+        return jax.device_put(values, shardings)
+    return jax.tree.map(_upload_own, values, jax.tree.broadcast(shardings, values))
+
+
+def _upload_own(value: Any, sharding: NamedSharding) -> jax.Array:
+    array = np.asarray(value)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -14,10 +14,10 @@ from jaxllm.outputs import ScheduledRequest, SchedulerOutput
 from jaxllm.runner import kv_cache
 from jaxllm.runner.buckets import Bucket, Buckets
 from jaxllm.runner.input_batch import InputBatch
-from jaxllm.runner.mesh import replicated
+from jaxllm.runner.mesh import replicated, upload
 from jaxllm.runner.pending import PendingLogprobs, PendingStep, prompt_logprobs_left
 from jaxllm.runner.programs import LOGPROB_ROWS, StepPrograms
-from jaxllm.runner.sampler import SamplingMode, set_row
+from jaxllm.runner.sampler import SamplingMode, row_setter
 from jaxllm.runner.step import DeviceState, StepOptions, allocate, state_shapes
 from jaxllm.runner.weights import AbstractModel, Params
 from jaxllm.sampling_params import SamplingParams
@@ -65,7 +65,7 @@ def make_state_shapes(
     """Shapes of everything that stays on the device beside the parameters."""
     assert config.max_num_seqs
     cache = kv_cache.array_shapes(cache_shape, num_blocks, mesh)
-    return state_shapes(cache, config.max_num_seqs, vocab_size, replicated(mesh))
+    return state_shapes(cache, config.max_num_seqs, vocab_size, mesh)
 
 
 def _num_steps(config: EngineConfig, params: Params, gpu: bool) -> int:
@@ -155,7 +155,7 @@ class ModelRunner:
             config.block_size,
             num_blocks * config.block_size,
         )
-        self._set_row = jax.jit(set_row, donate_argnums=(0,))
+        self._set_row = row_setter(self._shapes.rows)
         self._dirty_rows: set[int] = set()
         self._slot_modes = [SamplingMode.GREEDY] * config.max_num_seqs
 
@@ -246,15 +246,15 @@ class ModelRunner:
 
     def _upload(self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode) -> jax.Array:
         packed = self._input.pack(step, self.programs.layout(bucket), mode)
-        return jax.device_put(packed, self._replicated)
+        return upload(packed, self._replicated)
 
     def _reset_row(self, slot: int, item: ScheduledRequest | None) -> None:
         """Sets a slot's SamplerRows for the request that now owns it; neutral for None."""
-        vocab = self._vocab_size
-        prompt = np.zeros(vocab, np.bool_)
-        counts = np.zeros(vocab, np.int32)
-        bias = np.zeros(vocab, np.float32)
-        stop = np.zeros(vocab, np.bool_)
+        vocab, padded = self._vocab_size, self._shapes.rows.logit_bias.shape[1]
+        prompt = np.zeros(padded, np.bool_)
+        counts = np.zeros(padded, np.int32)
+        bias = np.zeros(padded, np.float32)
+        stop = np.zeros(padded, np.bool_)
         self._dirty_rows.discard(slot)
         if item is not None and _needs_rows(item.request.sampling_params):
             request, params = item.request, item.request.sampling_params
@@ -264,14 +264,13 @@ class ModelRunner:
                 bias[token] = value
             stop[[token for token in request.stop_ids if token < vocab]] = True
             self._dirty_rows.add(slot)
-        row = jax.device_put((np.int32(slot), prompt, counts, bias, stop), self._replicated)
-        rows = self._set_row(self._state.rows, *row)
+        rows = self._set_row(self._state.rows, slot, prompt, counts, bias, stop)
         self._state = DeviceState(self._state.kv_cache, self._state.last_tokens, rows)
 
     def _put_and_run_logprobs(
         self, bucket: Bucket, hidden: Any, start: int, targets: np.ndarray
     ) -> jax.Array:
-        placed = jax.device_put((np.int32(start), targets), self._replicated)
+        placed = upload((np.int32(start), targets), self._replicated)
         return self.programs.prompt_logprobs(bucket)(self.params, hidden, *placed)
 
     def _prompt_logprobs(

@@ -1,26 +1,21 @@
-"""From logits to token ids, per request, inside the jitted step.
-
-No sort over the vocabulary anywhere: top-k and top-p thresholds are found by bisection on the
-bits of the logits, and the draw inverts the cumulative distribution with one uniform number a
-request, block by block. The draw depends only on (seed, output index, logits), so a request
-gives the same text whatever else is in its batch.
-"""
+"""From logits to token ids, per request, inside the jitted step (`choice` has the arithmetic)."""
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.outputs import NON_FINITE
-from jaxllm.runner.sharded_logits import gather_logits, top_tokens
-
-DRAW_BLOCK = 256
-"""Tokens in a block of the two-level draw: about the square root of a vocabulary."""
+from jaxllm.runner.choice import draw, token_logprobs, truncate
+from jaxllm.runner.mesh import TP_AXIS, replicated, upload
+from jaxllm.runner.sharded_logits import share_rows, top_tokens
 
 
 class SamplingMode(enum.IntEnum):
@@ -61,11 +56,18 @@ class SamplingBatch:
     min_tokens: jax.Array  # i32[B]
 
 
-def row_shapes(num_slots: int, vocab_size: int, sharding: Any) -> SamplerRows:
-    """Shapes of the rows; zeros are neutral: no bias, nothing seen."""
+def row_shapes(num_slots: int, vocab_size: int, mesh: Mesh | None = None) -> SamplerRows:
+    """Shapes of the rows; zeros are neutral: no bias, nothing seen.
+
+    The axis tp shares out and pads their vocabulary as it does the logits'.
+    """
+    width, sharding = vocab_size, None if mesh is None else replicated(mesh)
+    if mesh is not None and mesh.shape[TP_AXIS] > 1:
+        width = -(-vocab_size // mesh.shape[TP_AXIS]) * mesh.shape[TP_AXIS]
+        sharding = NamedSharding(mesh, PartitionSpec(None, TP_AXIS))
 
     def struct(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((num_slots, vocab_size), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((num_slots, width), dtype, sharding=sharding)
 
     return SamplerRows(struct(jnp.bool_), struct(jnp.int32), struct(jnp.float32), struct(jnp.bool_))
 
@@ -87,6 +89,25 @@ def set_row(
     )
 
 
+def row_setter(shapes: SamplerRows) -> Callable[..., SamplerRows]:
+    """`set_row` for rows of `shapes`, donated, and a slot and a row that come from the host."""
+    sharding = shapes.logit_bias.sharding
+    assert isinstance(sharding, NamedSharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    vocab = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    jitted = jax.jit(
+        set_row,
+        donate_argnums=(0,),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes),
+    )
+
+    def set_on_device(rows: SamplerRows, slot: int, *row: np.ndarray) -> SamplerRows:
+        placed = upload((np.int32(slot), *row), (whole, *[vocab] * len(row)))
+        return jitted(rows, *placed)
+
+    return set_on_device
+
+
 def result_width(max_logprobs: int) -> int:
     """Columns of a step's result: see `sample`."""
     return 3 + 2 * max_logprobs
@@ -99,6 +120,7 @@ def sample(
     mode: SamplingMode | Int[Array, ""],
     max_logprobs: int,
     mesh: Mesh | None = None,
+    vocab_size: int = 0,
 ) -> tuple[Int[Array, "B C"], SamplerRows]:
     """Samples a token a request.
 
@@ -106,8 +128,10 @@ def sample(
         logits: raw logits in float32.
         mode: a SamplingMode, compiled in; or an array, chosen at run time (one program for all
             modes where compile time dominates).
-        mesh: over whose axis tp the vocabulary is shared out, and maybe padded. A greedy choice
-            is made where the logits are, all others gather them.
+        mesh: over whose axis tp the vocabulary of logits and rows is shared out, and maybe
+            padded. No device ever has all logits, and the same logits give the same tokens on
+            every mesh.
+        vocab_size: without the padding; only with a mesh.
 
     Returns:
         i32[B, 3 + 2 * max_logprobs]: token id (or NON_FINITE), its rank and logprob, then the
@@ -119,10 +143,9 @@ def sample(
         def run(logits: jax.Array, rows: SamplerRows):
             if mesh is None:
                 return _sample(logits, rows, batch, fixed, max_logprobs)
-            if fixed is SamplingMode.GREEDY:
-                return _result(*top_tokens(logits, mesh), max_logprobs), rows
-            logits = gather_logits(logits, mesh, rows.logit_bias.shape[1])
-            return _sample(logits, rows, batch, fixed, max_logprobs)
+            return _sample_shared(
+                logits, rows, batch, fixed, max_logprobs, mesh=mesh, vocab_size=vocab_size
+            )
 
         return run
 
@@ -142,20 +165,75 @@ def _sample(
         raw, highest = logits, jnp.max(logits, axis=-1)
         if mode is SamplingMode.FULL:
             logits = _adjust(logits, rows, batch)
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if mode is not SamplingMode.GREEDY:
-            random = batch.temperature > 0
-            scaled = logits / jnp.where(random, batch.temperature, 1.0)[:, None]
-            if mode is SamplingMode.FULL:
-                scaled = _truncate(scaled, batch)
-            tokens = jnp.where(random, _draw(scaled, batch), tokens)
+        tokens = _choose(logits, batch, mode)
         if mode is not SamplingMode.FULL:
             return _result(tokens, highest, max_logprobs), rows
         result = _checked(tokens, highest)
         counts = rows.output_counts.at[batch.write_slots, tokens].add(1, mode="drop")
         details = token_logprobs(raw, tokens, max_logprobs)
         packed = jnp.concatenate([result[:, None], details], axis=1)
-        return packed, SamplerRows(rows.prompt_mask, counts, rows.logit_bias, rows.stop_mask)
+        return packed, replace(rows, output_counts=counts)
+
+
+def _choose(
+    logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode
+) -> Int[Array, "B"]:
+    """A token of each row of adjusted logits."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if mode is SamplingMode.GREEDY:
+        return tokens
+    random = batch.temperature > 0
+    scaled = logits / jnp.where(random, batch.temperature, 1.0)[:, None]
+    if mode is SamplingMode.FULL:
+        scaled = truncate(scaled, batch.top_k, batch.top_p, batch.min_p)
+    return jnp.where(random, draw(scaled, batch.seed, batch.output_index), tokens)
+
+
+def _sample_shared(
+    logits: Float[Array, "B padded"],
+    rows: SamplerRows,
+    batch: SamplingBatch,
+    mode: SamplingMode,
+    max_logprobs: int,
+    *,
+    mesh: Mesh,
+    vocab_size: int,
+) -> tuple[Int[Array, "B C"], SamplerRows]:
+    """`_sample` over a mesh: what is elementwise where the logits are, and then each device does
+    whole rows (see `sharded_logits.share_rows`), as one device would."""
+    if mode is SamplingMode.GREEDY:
+        with jax.named_scope("sample"):
+            return _result(*top_tokens(logits, mesh), max_logprobs), rows
+
+    def choose(share: Float[Array, "n R V"], batch: SamplingBatch) -> Int[Array, "R C"]:
+        raw, adjusted = share[0], share[-1]
+        highest, tokens = jnp.max(raw, axis=-1), _choose(adjusted, batch, mode)
+        if mode is not SamplingMode.FULL:
+            return _result(tokens, highest, max_logprobs)
+        details = token_logprobs(raw, tokens, max_logprobs)
+        return jnp.concatenate([_checked(tokens, highest)[:, None], details], axis=1)
+
+    def run(logits: jax.Array, rows: SamplerRows, batch: SamplingBatch):
+        if mode is not SamplingMode.FULL:
+            return share_rows(choose, logits[None], batch, vocab_size), rows
+        both = jnp.stack([logits, _adjust(logits, rows, batch)])
+        result = share_rows(choose, both, batch, vocab_size)
+        # The tokens that this device has the counts of; NON_FINITE is nobody's.
+        width = logits.shape[1]
+        mine = result[:, 0] - lax.axis_index(TP_AXIS) * width
+        mine = jnp.where((mine >= 0) & (mine < width), mine, width)
+        counts = rows.output_counts.at[batch.write_slots, mine].add(1, mode="drop")
+        return result, replace(rows, output_counts=counts)
+
+    vocab, whole = PartitionSpec(None, TP_AXIS), PartitionSpec()
+    with jax.named_scope("sample"):
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(vocab, vocab, whole),
+            out_specs=(whole, vocab),
+            check_vma=False,
+        )(logits, rows, batch)
 
 
 def _checked(tokens: Int[Array, "B"], highest: Float[Array, "B"]) -> Int[Array, "B"]:
@@ -186,94 +264,3 @@ def _adjust(
     logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - batch.frequency[:, None] * counts
     return logits - batch.presence[:, None] * made
-
-
-def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
-    """Maps floats to integers of the same order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits & sign != 0, ~bits, bits | sign)
-
-
-def _bisect(enough, batch_size: int) -> UInt[Array, "B"]:
-    """The largest threshold t a row for which `enough(t)` holds, found bit by bit."""
-
-    def step(i, threshold):
-        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(enough(candidate), candidate, threshold)
-
-    return lax.fori_loop(0, 32, step, jnp.zeros(batch_size, jnp.uint32))
-
-
-def _truncate(logits: Float[Array, "B V"], batch: SamplingBatch) -> Float[Array, "B V"]:
-    """min-p, top-k and top-p: tokens outside get -inf. Ties with the last one kept stay in."""
-    size = logits.shape[0]
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    # p >= min_p * p_max, without the softmax.
-    floor = top + jnp.log(jnp.maximum(batch.min_p, 1e-30))[:, None]
-    use_min_p = (batch.min_p > 0)[:, None]
-    logits = jnp.where(use_min_p & (logits < floor), -jnp.inf, logits)
-
-    keys = _ordered_bits(logits)
-    wanted = jnp.where(batch.top_k > 0, batch.top_k, logits.shape[1])
-
-    def holds_k(threshold):
-        return jnp.sum(keys >= threshold[:, None], axis=-1) >= wanted
-
-    kept = keys >= _bisect(holds_k, size)[:, None]
-    weights = jnp.where(kept, jnp.exp(logits - top), 0.0)
-    mass = batch.top_p * jnp.sum(weights, axis=-1)
-
-    def holds_p(threshold):
-        return jnp.sum(jnp.where(keys >= threshold[:, None], weights, 0.0), axis=-1) >= mass
-
-    nucleus = keys >= _bisect(holds_p, size)[:, None]
-    kept &= nucleus | (batch.top_p >= 1)[:, None]
-    return jnp.where(kept, logits, -jnp.inf)
-
-
-def _draw(logits: Float[Array, "B V"], batch: SamplingBatch) -> Int[Array, "B"]:
-    """Draws from softmax(logits) by inverting its cumulative sum with one uniform number."""
-
-    def uniform(seed, index):
-        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), index))
-
-    points = jax.vmap(uniform)(batch.seed, batch.output_index)
-    size, vocab = logits.shape
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    blocks = -(-vocab // DRAW_BLOCK)
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * DRAW_BLOCK - vocab)))
-    weights = weights.reshape(size, blocks, DRAW_BLOCK)
-
-    outer = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)
-    target = points * outer[:, -1]
-    block = _first_above(outer, target)
-    before = jnp.take_along_axis(outer, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0]
-    rest = target - jnp.where(block > 0, before, 0.0)
-    inner = jnp.cumsum(jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0], axis=-1)
-    # Rounding may put the rest at or past the block's own sum; keep it strictly inside.
-    rest = jnp.clip(rest, 0.0, inner[:, -1] * (1 - 1e-6))
-    return block * DRAW_BLOCK + _first_above(inner, rest)
-
-
-def _first_above(cumulative: Float[Array, "B n"], target: Float[Array, "B"]) -> Int[Array, "B"]:
-    """Index of the first entry above target: never one of weight zero."""
-    return jnp.argmax(cumulative > target[:, None], axis=-1).astype(jnp.int32)
-
-
-def token_logprobs(
-    logits: Float[Array, "B V"], tokens: Int[Array, "B"], max_logprobs: int
-) -> Int[Array, "B C"]:
-    """i32[B, 2 + 2 * max_logprobs]: rank and logprob of `tokens`, then top ids and logprobs."""
-    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
-    # An unstable top-k stays off XLA's full sort; only the order of exact ties differs.
-    values, ids = lax.top_k(logits, min(max_logprobs, logits.shape[1]))
-    missing = max_logprobs - ids.shape[1]
-    values = jnp.pad(values - normaliser, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    ids = jnp.pad(ids, ((0, 0), (0, missing)))
-    floats = lax.bitcast_convert_type(
-        jnp.concatenate([chosen - normaliser, values], axis=1), jnp.int32
-    )
-    return jnp.concatenate([rank[:, None], floats[:, :1], ids, floats[:, 1:]], axis=1)

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.batch import AttentionMetadata, ForwardBatch, KVCache
 from jaxllm.runner.batch_layout import FEEDBACK, BatchLayout
+from jaxllm.runner.choice import token_logprobs
+from jaxllm.runner.mesh import replicated
 from jaxllm.runner.sampler import (
     SamplerRows,
     SamplingBatch,
@@ -19,9 +21,8 @@ from jaxllm.runner.sampler import (
     result_width,
     row_shapes,
     sample,
-    token_logprobs,
 )
-from jaxllm.runner.sharded_logits import gather_logits
+from jaxllm.runner.sharded_logits import shared_logprobs
 from jaxllm.runner.weights import Params
 
 
@@ -35,10 +36,10 @@ class DeviceState:
     rows: SamplerRows
 
 
-def state_shapes(cache: KVCache, num_slots: int, vocab_size: int, sharding: Any) -> DeviceState:
-    """Shapes of the state; `sharding` is that of everything but the cache."""
-    last: Any = jax.ShapeDtypeStruct((num_slots,), jnp.int32, sharding=sharding)
-    return DeviceState(cache, last, row_shapes(num_slots, vocab_size, sharding))
+def state_shapes(cache: KVCache, num_slots: int, vocab_size: int, mesh: Mesh) -> DeviceState:
+    """Shapes of the state beside the cache's, which are given."""
+    last: Any = jax.ShapeDtypeStruct((num_slots,), jnp.int32, sharding=replicated(mesh))
+    return DeviceState(cache, last, row_shapes(num_slots, vocab_size, mesh))
 
 
 def allocate(shapes: DeviceState) -> DeviceState:
@@ -153,7 +154,15 @@ def _run(
         min_tokens=fields["min_tokens"],
     )
     mode = fields["mode"][0] if options.mode is None else options.mode
-    result, rows = sample(logits, state.rows, sampling, mode, options.max_logprobs, options.mesh)
+    result, rows = sample(
+        logits,
+        state.rows,
+        sampling,
+        mode,
+        options.max_logprobs,
+        mesh=options.mesh,
+        vocab_size=model.config.vocab_size,
+    )
     # A request whose logits are not finite ends; its slot must still hold a valid id until then.
     tokens = jnp.maximum(result[:, 0], 0)
     last_tokens = state.last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
@@ -204,5 +213,5 @@ def prompt_logprobs(
     model = merge(params)
     logits = model.compute_logits(rows)
     if mesh is not None:
-        logits = gather_logits(logits, mesh, model.config.vocab_size)
+        return shared_logprobs(logits, targets, max_logprobs, mesh, model.config.vocab_size)
     return token_logprobs(logits, targets, max_logprobs)

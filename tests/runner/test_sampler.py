@@ -27,7 +27,7 @@ run_dynamic = jax.jit(sample, static_argnums=(4,))
 
 
 def make_rows() -> SamplerRows:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), row_shapes(SLOTS, VOCAB, None))
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), row_shapes(SLOTS, VOCAB))
 
 
 def make_batch(size: int, **fields) -> SamplingBatch:

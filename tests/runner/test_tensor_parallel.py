@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.converters.architectures import name_map_for
@@ -27,8 +26,7 @@ from jaxllm.runner.estimate import Parallel
 from jaxllm.runner.memory import device_bytes
 from jaxllm.runner.mesh import make_mesh
 from jaxllm.runner.programs import StepPrograms
-from jaxllm.runner.sampler import SamplingMode
-from jaxllm.runner.sharded_logits import top_tokens
+from jaxllm.runner.sampler import SamplingMode, result_width
 from jaxllm.runner.weights import build_abstract, flatten
 
 LAYERS, VOCAB, BLOCKS = 2, 97, 9
@@ -168,26 +166,36 @@ def test_tokens_and_logprobs_are_those_of_one_device(
 
 
 def check_compiled(engine: LocalEngine, tp: int) -> None:
-    """Two sums a layer and one for the embedding; only the winners' numbers are gathered."""
+    """Two sums a layer and one for the embedding; only results are gathered, never logits."""
     programs = engine.engine.runner.programs
+    sums = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
     for bucket in (Bucket(2, 2, True), Bucket(16, 2, False)):
-        text = programs._lower(bucket, SamplingMode.GREEDY).compile().as_text()
-        found = re.findall(
-            r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
-            r"(?:-start)?\(",
-            text,
-        )
-        assert Counter(kind for _, kind in found) == {
-            "all-reduce": 2 * LAYERS + 1,
-            "all-gather": 1,
-        }
+        found = collectives(programs._lower(bucket, SamplingMode.GREEDY))
+        assert Counter(kind for _, kind in found) == sums
         gathered = next(shape for shape, kind in found if kind == "all-gather")
         assert gathered.startswith(f"s32[2,{tp},2]")
     if tp == 2:
         return
-    full = programs._lower(Bucket(2, 2, True), SamplingMode.FULL).compile().as_text()
-    gathered = re.findall(r"= (\S+) all-gather(?:-start)?\(", full)
-    assert [shape.split("{")[0] for shape in gathered] == [f"f32[2,{-(-VOCAB // tp) * tp}]"]
+    shared = sums | {"all-to-all": 1}
+    columns = result_width(programs._options(None).max_logprobs)
+    for mode in (SamplingMode.RANDOM, SamplingMode.FULL):
+        found = collectives(programs._lower(Bucket(2, 2, True), mode))
+        assert Counter(kind for _, kind in found) == shared
+        gathered = next(shape for shape, kind in found if kind == "all-gather")
+        assert gathered.startswith(f"s32[{tp},{columns}]")
+    found = collectives(programs._lower_logprobs(Bucket(16, 2, False)))
+    assert Counter(kind for _, kind in found) == {"all-to-all": 1, "all-gather": 1}
+    gathered = next(shape for shape, kind in found if kind == "all-gather")
+    assert gathered.startswith(f"s32[16,{columns - 1}]")
+
+
+def collectives(lowered: Any) -> list[tuple[str, str]]:
+    """The shape and kind of each operation between devices."""
+    return re.findall(
+        r"= (.+?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
+        r"(?:-start)?\(",
+        lowered.compile().as_text(),
+    )
 
 
 def check_bytes(engine: LocalEngine, folder: Path, tp: int) -> None:
@@ -277,16 +285,3 @@ def test_too_many_devices_are_refused() -> None:
     assert config.num_key_value_heads == 16
     with pytest.raises(ValueError, match="--tensor-parallel-size 16 needs 16 devices, but JAX"):
         make_mesh(jax.devices()[:8], tensor_parallel_size=16)
-
-
-def test_the_greedy_choice_over_devices_is_that_of_one_argmax() -> None:
-    mesh = make_mesh(tensor_parallel_size=4)
-    logits = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32)
-    logits[1, [30, 60, 90]] = 9  # the first of equals wins
-    logits[2, 77] = np.nan
-    logits[3, 99] = np.inf
-    logits[4, 40:] = -np.inf  # devices with nothing at all
-    sharding = NamedSharding(mesh, PartitionSpec(None, "tp"))
-    tokens, values = jax.jit(top_tokens, static_argnums=1)(jax.device_put(logits, sharding), mesh)
-    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
-    np.testing.assert_array_equal(values, np.max(logits, axis=1))
