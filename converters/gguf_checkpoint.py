@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.file_kinds import HEAD_BYTES
 from jaxllm.converters.gguf_config import (
     config_from_gguf,
     generation_config_from_gguf,
@@ -152,7 +153,7 @@ def is_gguf(path: Path) -> bool:
     """Whether `path` is a file with a GGUF file's first bytes."""
     try:
         with path.open("rb") as file:
-            check_magic(path, file.read(8))
+            check_magic(path, file.read(HEAD_BYTES))
     except (OSError, CheckpointError):
         return False
     return True

@@ -20,6 +20,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.file_kinds import HEAD_BYTES, what_it_is
 from jaxllm.converters.gguf_types import can_dequantize, supported_types
 
 MAGIC = b"GGUF"
@@ -74,7 +75,7 @@ class GgufFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                check_magic(path, file.read(128))
+                check_magic(path, file.read(HEAD_BYTES))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
@@ -104,14 +105,11 @@ def check_magic(path: Path, head: bytes) -> None:
     """Raises CheckpointError, saying what the file is, unless `head` begins a GGUF file."""
     if head.startswith(MAGIC):
         return
-    if not head:
-        what = "an empty file"
-    elif head.startswith(b"version https://git-lfs"):
-        what = "a Git LFS pointer (run `git lfs pull`)"
-    elif not head.strip(b"\0"):
-        what = "full of zeros"
+    what = what_it_is(head) or "no GGUF file"
+    if what == "no GGUF file":
+        what += f": it begins with {head[:4]!r}, not {MAGIC!r}"
     else:
-        what = f"no GGUF file: it begins with {head[:4]!r}, not {MAGIC!r}"
+        what += ", not a GGUF file"
     raise CheckpointError(f"{path} is {what}.")
 
 

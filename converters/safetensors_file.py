@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.file_kinds import HEAD_BYTES, what_it_is
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -103,7 +104,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            head = file.read(256)
+            head = file.read(HEAD_BYTES)
             if wrong := what_it_is(head):
                 raise CheckpointError(f"{path} is {wrong}, not a safetensors file.")
             if size < _LENGTH_BYTES + 2:
@@ -202,29 +203,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = [key for key, _ in pairs if key in seen or seen.add(key)]
         raise ValueError(f"{repeated[0]!r} is there twice")
     return keys
-
-
-def what_it_is(head: bytes) -> str | None:
-    """The kind of a file that is no safetensors file, by its first bytes."""
-    if not head:
-        return "an empty file"
-    if head.startswith(b"version https://git-lfs"):
-        size = head.partition(b"\nsize ")[2].partition(b"\n")[0].decode("ascii", "replace")
-        return f"a Git LFS pointer to {size or 'a number of'} bytes (run `git lfs pull`)"
-    if not head.strip(b"\0"):
-        return "full of zeros"
-    text = head.lstrip().lower()
-    for prefix, kind in (
-        (b"PK\x03\x04", "a zip archive, probably a renamed PyTorch .bin"),
-        (b"\x80\x02", "a Python pickle, probably a renamed PyTorch .bin"),
-        (b"GGUF", "a GGUF file (rename it to .gguf)"),
-        (b"\x1f\x8b", "a gzip archive"),
-        (b"\x89HDF", "an HDF5 file"),
-    ):
-        if head.startswith(prefix):
-            return kind
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "a web page (a failed download?)"
-    if text.startswith(b'{"'):
-        return "a JSON text"
-    return None

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
+from jaxllm.converters.file_kinds import HEAD_BYTES, what_it_is
 from jaxllm.converters.safetensors_file import SafetensorsFile, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
@@ -127,10 +128,15 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, no JSON, or no object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
+        kind = what_it_is(content[:HEAD_BYTES])
+        if kind and not content.lstrip().startswith((b"{", b"[")):
+            raise CheckpointError(f"{path} is {kind}, not a JSON file.") from None
         raise CheckpointError(f"{path} is no valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object but a {type(value).__name__}.")

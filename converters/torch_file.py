@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
-from jaxllm.converters.safetensors_file import TensorInfo, what_it_is
+from jaxllm.converters.file_kinds import HEAD_BYTES, what_it_is
+from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.torch_pickle import first_refused, read_state_dict
 from jaxllm.converters.torch_tensors import PickleError, StoredTensor, readable
 
@@ -65,7 +66,7 @@ class TorchFile:
 
     def _open(self) -> None:
         with self.path.open("rb") as file:
-            head = file.read(256)
+            head = file.read(HEAD_BYTES)
             if not head.startswith(_SIGNATURE):
                 raise PickleError(_no_zip(head, self.path))
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -150,6 +151,7 @@ def _no_zip(head: bytes, path: Path) -> str:
             return f"is a bare pickle, no PyTorch file. {_RESAVE}"
     if head[8:9] == b"{":
         return "is a safetensors file (rename it to model.safetensors), not a PyTorch file."
-    what = what_it_is(head) or ("a tar archive, as PyTorch wrote before 0.1.10" if b"ustar" in head
-                                else f"of unknown kind: it begins with {head[:4]!r}")  # fmt: skip
+    what = what_it_is(head) or f"of unknown kind: it begins with {head[:4]!r}"
+    if what == "a tar archive":
+        what = "a tar archive, as PyTorch wrote before 0.1.10"
     return f"is {what}, not a PyTorch file of 1.6 or later."

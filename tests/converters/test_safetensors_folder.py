@@ -119,6 +119,30 @@ def test_broken_json_is_named(folder: Path, name: str, text: str) -> None:
     assert str(folder / name) in error_of(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX_FILE, "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is an empty file, not a JSON file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n",
+         "is a Git LFS pointer to 123 bytes (run `git lfs pull`), not a JSON file"),
+        (b"<!DOCTYPE html>", "is a web page (a failed download?), not a JSON file"),
+        (b"Access denied", "is a text that begins with 'Access denied', not a JSON file"),
+        (b'{"a": ', "is no valid JSON"),
+    ],
+)  # fmt: skip
+def test_what_a_text_file_really_is(shards: Path, name: str, content: bytes, message: str) -> None:
+    (shards / name).write_bytes(content)
+    assert f"{shards / name} {message}" in error_of(shards)
+
+
+def test_a_byte_order_mark_is_read_over(folder: Path) -> None:
+    config = folder / "config.json"
+    expected = open_checkpoint(str(folder)).config
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert open_checkpoint(str(folder)).config == expected
+
+
 @pytest.mark.parametrize("value", [7, "LlamaForCausalLM", [1], {"a": 1}])
 def test_architectures_are_a_list_of_names(folder: Path, value: Any) -> None:
     config = json.loads((folder / "config.json").read_text())

@@ -173,7 +173,8 @@ def test_a_truncated_file(tmp_path: Path, cut: int) -> None:
         ((9).to_bytes(8, "little") + b'{"x":{}}' + b" " * 40, "is a safetensors file (rename it"),
         (b"GGUF" + bytes(40), "a GGUF file"),
         (b"PK\x03\x04" + bytes(100), "its zip directory"),
-        (b"hello world", "of unknown kind: it begins with b'hell'"),
+        (b"hello world", "is a text that begins with 'hello world'"),
+        (b"\x01hello", "of unknown kind: it begins with b'\\x01hel'"),
     ],
 )
 def test_says_what_the_file_really_is(tmp_path: Path, content: bytes, message: str) -> None:
