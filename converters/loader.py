@@ -64,7 +64,7 @@ def load_params(
     if checkpoint.source == "dummy":
         return dummy_params(abstract)
     if isinstance(checkpoint, OrbaxCheckpoint):
-        return restore_params(abstract, checkpoint, progress=progress, finite=finite)
+        return restore_params(abstract, checkpoint, name_map, progress=progress, finite=finite)
     start = time.perf_counter()
     fills = plan_load(abstract, checkpoint, name_map, config)
     scan = FiniteScan(checkpoint) if finite else None

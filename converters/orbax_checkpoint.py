@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,9 @@ from jaxllm.converters.errors import CheckpointError, LoadError
 from jaxllm.converters.finite import FiniteScan
 from jaxllm.converters.host_memory import freed_at_once
 from jaxllm.converters.load_report import LoadReport
+from jaxllm.converters.name_map import NameMap
 from jaxllm.converters.orbax_manifest import MANIFEST_FILE, PARAMS_FOLDER, Manifest, read_manifest
+from jaxllm.converters.orbax_shards import Spread, spread_of
 from jaxllm.converters.safetensors_file import TensorInfo
 from jaxllm.converters.safetensors_folder import Check, read_config, read_generation_config
 
@@ -109,6 +112,7 @@ def write_orbax(
 def restore_params(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     checkpoint: OrbaxCheckpoint,
+    name_map: NameMap | None = None,
     *,
     progress: bool = True,
     finite: bool = False,
@@ -116,6 +120,9 @@ def restore_params(
     """The parameters of `abstract`, in its dtypes; each device reads its own shards only.
 
     What is read at one time takes no more host memory than twice the largest parameter.
+
+    Args:
+        name_map: the model's on its mesh; says which parameters are repeated or padded there.
 
     Raises:
         LoadError: the folder's parameters are not those of the model, or with `finite` some hold
@@ -125,7 +132,8 @@ def restore_params(
     import orbax.checkpoint as ocp
 
     start = time.perf_counter()
-    _check(abstract, checkpoint)
+    spreads = {name: spread_of(name, leaf.shape, name_map) for name, leaf in abstract.items()}
+    _check(abstract, checkpoint, spreads)
     args = dict(ocp.checkpoint_utils.construct_restore_args(dict(abstract)))
     scan = FiniteScan(checkpoint)
     total = sum(info.nbytes for info in checkpoint.tensors.values())
@@ -137,9 +145,13 @@ def restore_params(
         ) as bar,
     ):
         for names in _groups(checkpoint.tensors):
-            wanted = {name: abstract[name] for name in names}
-            restored = _restore(checkpoint.path, wanted, {name: args[name] for name in names})
-            params |= jax.block_until_ready(restored)
+            whole = [name for name in names if spreads[name].stored_shape == abstract[name].shape]
+            wanted = {name: abstract[name] for name in whole}
+            if wanted:
+                params |= _restore(checkpoint.path, wanted, {name: args[name] for name in whole})
+            for name in set(names).difference(whole):
+                params[name] = _read_spread(checkpoint.path, name, abstract[name], spreads[name])
+            jax.block_until_ready([params[name] for name in names])
             counts = {name: int(_count_not_finite(params[name])) for name in names if finite}
             scan.found |= {name: count for name, count in counts.items() if count}
             bar.update(sum(checkpoint.tensors[name].nbytes for name in names))
@@ -177,27 +189,54 @@ def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[list[str]]:
 def _restore(path: Path, item: dict[str, Any], restore_args: dict[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    folder = (path / PARAMS_FOLDER).absolute()
     args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
+    with (
+        _as_checkpoint_error(path),
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    ):
+        return checkpointer.restore((path / PARAMS_FOLDER).absolute(), args=args)
+
+
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(folder, args=args)
+        yield
     except Exception as error:  # Orbax and TensorStore raise whatever their layers do
         reason = str(error.__cause__ or error).split(" [")[0].split("\n")[0]
         raise CheckpointError(
-            f"{folder} cannot be read: {reason}. Its files may be damaged: convert the model again."
+            f"{(path / PARAMS_FOLDER).absolute()} cannot be read: {reason}. Its files may be "
+            f"damaged: convert the model again."
         ) from error
 
 
-def _check(abstract: Mapping[str, jax.ShapeDtypeStruct], checkpoint: OrbaxCheckpoint) -> None:
+def _read_spread(path: Path, name: str, target: jax.ShapeDtypeStruct, spread: Spread) -> jax.Array:
+    """A parameter whose shape differs from the stored one's: each device's part of it."""
+    import tensorstore  # comes with Orbax, which reads whole shapes only
+
+    base = {"driver": "file", "path": f"{(path / PARAMS_FOLDER).absolute()}/"}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    with _as_checkpoint_error(path):
+        array = tensorstore.open({"driver": "zarr3", "kvstore": store}, read=True).result()
+
+        def shard(index: Any) -> np.ndarray:
+            return spread.read(lambda part: array[part].read().result(), index).astype(target.dtype)
+
+        return jax.make_array_from_callback(target.shape, target.sharding, shard)
+
+
+def _check(
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    checkpoint: OrbaxCheckpoint,
+    spreads: Mapping[str, Spread],
+) -> None:
     report = LoadReport()
     for name, target in abstract.items():
         info = checkpoint.tensors.get(name)
         dtype = np.dtype(target.dtype)
         if info is None:
             report.missing.append((name, str(list(target.shape))))
-        elif info.shape != target.shape:
-            detail = f"is {list(info.shape)}, the model needs {list(target.shape)}"
+        elif info.shape != spreads[name].stored_shape:
+            detail = f"is {list(info.shape)}, the model needs {list(spreads[name].stored_shape)}"
             report.mismatched.append((name, detail))
         elif info.dtype != dtype and not {info.dtype.name, dtype.name} <= set(CASTABLE):
             report.mismatched.append((name, f"is {info.dtype}, the model needs {dtype}"))

@@ -124,7 +124,6 @@ def _load_params(
     model_config: Any,
 ) -> Params:
     architectures = hf_config["architectures"]
-    _check_converted(config, checkpoint, model_config)
     name_map = name_map_for(architectures).on_mesh(
         model_config.kv_replicas, model_config.padded_vocab_size - model_config.vocab_size
     )
@@ -138,20 +137,6 @@ def _load_params(
         finite=finite,
     )
     return unflatten(after_load(architectures, params, model.shapes, model_config))
-
-
-def _check_converted(config: EngineConfig, checkpoint: Checkpoint, model_config: Any) -> None:
-    """A converted folder holds the parameters as one device does: none is repeated or padded."""
-    vocab_size, replicas = model_config.vocab_size, model_config.kv_replicas
-    padded = model_config.padded_vocab_size != vocab_size
-    if checkpoint.source == "orbax" and (padded or replicas > 1):
-        kv_heads = model_config.num_key_value_heads // replicas
-        what = f"vocab_size = {vocab_size}" if padded else f"num_key_value_heads = {kv_heads}"
-        raise ValueError(
-            f"{checkpoint.path} is a converted folder (orbax), and --tensor-parallel-size "
-            f"{config.tensor_parallel_size} does not divide its {what}: take a size that does, or "
-            "the checkpoint that it was made from."
-        )
 
 
 def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -> LoadedModel:

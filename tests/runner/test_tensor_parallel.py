@@ -4,9 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +16,6 @@ from jaxllm import EngineConfig, SamplingParams
 from jaxllm.converters.architectures import name_map_for
 from jaxllm.engine.fit import GIB, make_request
 from jaxllm.engine.local_engine import LocalEngine
-from jaxllm.engine.startup import _check_converted
 from jaxllm.models.registry import resolve
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.buckets import Bucket
@@ -258,25 +255,6 @@ def test_what_does_not_divide_is_refused_before_anything_is_read(
     assert f"--tensor-parallel-size {tp} does not divide" in message
     assert "axis 'tp'" in message
     assert f"Sizes that work: {works}." in message
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "tp", "named"),
-    [(96, 2, None), (96, 4, "num_key_value_heads = 2"), (97, 2, "vocab_size = 97")],
-)
-def test_a_converted_folder_is_neither_repeated_nor_padded(
-    vocab_size: int, tp: int, named: str | None
-) -> None:
-    folder: Any = SimpleNamespace(source="orbax", path="folder")
-    model = resolve(["LlamaForCausalLM"]).Config.from_hf(SIZES | {"vocab_size": vocab_size})
-    check = partial(_check_converted, EngineConfig(tensor_parallel_size=tp), folder)
-    if named is None:
-        check(model.with_tensor_parallel(tp))
-        return
-    with pytest.raises(
-        ValueError, match=f"--tensor-parallel-size {tp} does not divide its {named}"
-    ):
-        check(model.with_tensor_parallel(tp))
 
 
 def test_too_many_devices_are_refused() -> None:
