@@ -62,7 +62,8 @@ class LLMEngine:
         """
         params = request.sampling_params
         params.check_vocab(self.vocab_size, self.config.max_logprobs)
-        for token in request.prompt_token_ids:
+        ids = request.prompt_token_ids
+        for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"prompt token id {token} is not in the vocabulary (size {self.vocab_size})."
