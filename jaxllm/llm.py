@@ -156,6 +156,7 @@ class LLM:
             for prompt, param in zip(prompts, params, strict=True):
                 ids.append(str(next(self._ids)))
                 engine.add_request(ids[-1], prompt, param)
+                engine.start_if_full()
             tokens = 0
             while engine.has_unfinished_requests():
                 for output in engine.step():

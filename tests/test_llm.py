@@ -82,6 +82,33 @@ def test_a_stream_grows_and_closing_it_aborts(llm: LLM) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def test_the_device_starts_while_prompts_are_still_being_queued(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [chr(ord("a") + i) * 20 for i in range(6)]
+    alone = [llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    queued = itertools.count()
+    started_at = []
+    engine = llm.llm_engine.engine
+    add, step = engine.add_request, engine.step
+    monkeypatch.setattr(engine, "add_request", lambda r: (next(queued), add(r)))
+    monkeypatch.setattr(engine, "step", lambda: (started_at.append(next(queued)), step())[1])
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in together] == alone
+    assert started_at[0] < len(prompts), "the first step waited for the last prompt"
+    assert started_at[1] > len(prompts), "more than one step was started early"
+
+
+def test_a_late_bad_prompt_ends_those_that_have_started(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="context"):
+        llm.generate([*("ab" * 15 for _ in range(4)), "b" * 5000], GREEDY, use_tqdm=False)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    stats = llm.llm_engine.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "named"),
     [

@@ -76,6 +76,11 @@ class LLMEngine:
         """Ends a request and frees its blocks; an unknown id is no error: it may have ended."""
         self.scheduler.abort(request_id)
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether the device has been given steps whose tokens have not been taken in."""
+        return bool(self._pending)
+
     def has_unfinished(self) -> bool:
         return bool(self._pending) or self.scheduler.has_unfinished()
 

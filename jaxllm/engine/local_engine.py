@@ -42,6 +42,7 @@ class LocalEngine:
             max_logprobs=self.config.max_logprobs,
             eos_token_ids=self.engine.eos_token_ids | frozenset(eos),
         )
+        self._queued_tokens = 0
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, if the config follows it."""
@@ -98,6 +99,17 @@ class LocalEngine:
         except ValueError:
             self.abort_request(request_id)
             raise
+        self._queued_tokens += len(ids)
+
+    def start_if_full(self) -> None:
+        """Gives an idle device its first step as soon as the queued prompts fill one.
+
+        So it works while the rest of a long list of prompts is tokenized and queued.
+        """
+        assert self.config.max_num_batched_tokens
+        full = self._queued_tokens >= self.config.max_num_batched_tokens
+        if full and not self.engine.has_pending:
+            self.engine.step()
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request; its blocks are free at once."""
@@ -110,6 +122,7 @@ class LocalEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine, as text."""
+        self._queued_tokens = 0
         processed = self._processor.process(self.engine.step())
         for sequence_id in processed.aborts:
             self.engine.abort(sequence_id)
