@@ -26,15 +26,17 @@ class ServerProcess:
 
     Args:
         wait: whether to wait until it is ready.
+        devices: virtual ones that it sees.
     """
 
-    def __init__(self, log: Path, *arguments: str, wait: bool = True) -> None:
+    def __init__(self, log: Path, *arguments: str, wait: bool = True, devices: int = 1) -> None:
         self.log = log
         command = [sys.executable, "-m", "jaxllm.serve", *arguments]
         if "--port" not in arguments:
             command += ["--port", "0", "--host", "127.0.0.1"]
         command += ["--compilation-cache-dir", str(CACHE)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment
