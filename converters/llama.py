@@ -52,8 +52,9 @@ NAME_MAP = NameMap(
         _keep("model.norm.weight"),
         _keep("lm_head.weight"),
     ),
-    ignored=(
-        _ATTENTION + "rotary_emb.inv_freq",
-        "model.rotary_emb.inv_freq",
+    ignored=tuple(
+        place + buffer
+        for place in (_ATTENTION + "rotary_emb.", "model.rotary_emb.")
+        for buffer in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
     ),
 )

@@ -29,6 +29,11 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 """Keys that change no number of the forward pass here (RopeConfig reads and checks the rotary
 ones), so that every other unknown key can be refused."""
 
+_HARMLESS_OFF = frozenset(
+    "use_mrope use_sliding_window is_encoder_decoder add_cross_attention tie_encoder_decoder".split()
+)
+"""Flags for what is not done here, which are false in many a checkpoint."""
+
 _SET_LATER = ("rope", "tensor_parallel_size", "kv_replicas")
 
 
@@ -69,6 +74,8 @@ class ModelConfig:
                 self.num_key_value_heads,
                 f"must divide num_attention_heads = {self.num_attention_heads}",
             )
+        if not 0 <= self.rms_norm_eps < 1:
+            raise _bad("rms_norm_eps", self.rms_norm_eps, "must be from 0 to 1")
         if self.head_dim % 2:
             raise _bad("head_dim", self.head_dim, "must be even for rotary positions")
         if self.hidden_act not in ACTIVATIONS:
@@ -117,15 +124,16 @@ class ModelConfig:
 
     @classmethod
     def _check_unknown(cls, unknown: dict[str, Any]) -> None:
-        """Refuses what may change numbers, all at once; a text or a flag that is off only warns
-        or passes."""
+        """Refuses what may change numbers, all at once; a text or a flag that is off only warns."""
         refused = []
         for key, value in unknown.items():
-            if key in _HARMLESS or key.startswith("_") or value is False:
+            if key in _HARMLESS or key.startswith("_"):
                 continue
             if key == "layer_types" and value == ["full_attention"] * len(value):
                 continue
-            if isinstance(value, str):
+            if isinstance(value, str) or value is False:
+                if value is False and key in _HARMLESS_OFF:
+                    continue
                 logger.warning("config.json: %s = %r is not known and ignored", key, value)
                 continue
             refused.append(f"{key} = {value!r}")

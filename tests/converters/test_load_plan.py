@@ -56,13 +56,32 @@ def test_nothing_is_read_before_all_fits(folder: Path, monkeypatch: pytest.Monke
     assert not reads
 
 
-def test_recomputable_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
+@pytest.mark.parametrize("buffer", ["inv_freq", "cos_cached", "sin_cached"])
+@pytest.mark.parametrize("place", ["model.layers.{i}.self_attn", "model"])
+def test_recomputable_buffers_of_old_checkpoints_are_ignored(
+    folder: Path, place: str, buffer: str
+) -> None:
     expected = load(folder)
-    change_tensors(folder, lambda tensors: tensors.update(
-        {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)
-         for i in range(2)}
-    ))  # fmt: skip
+    names = {f"{place.format(i=i)}.rotary_emb.{buffer}" for i in range(2)}
+    change_tensors(folder, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(4))))
     check(load(folder), {name: np.asarray(value) for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.{i}.self_attn.rotary_emb.weight",
+        "model.layers.{i}.mlp.rotary_emb.inv_freq",
+        "layers.{i}.self_attn.rotary_emb.inv_freq",
+        "model.layers.{i}.self_attn.rotary_emb.inv_freq.extra",
+    ],
+)
+def test_what_only_looks_like_a_buffer_is_left_over(folder: Path, name: str) -> None:
+    names = {name.format(i=i) for i in range(2)}
+    change_tensors(folder, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(4))))
+    with pytest.raises(LoadError, match=r"unexpected in the checkpoint \(2\)") as caught:
+        load(folder)
+    assert name.format(i="{0..1}") in str(caught.value)
 
 
 def test_overlapping_rules_are_refused(folder: Path) -> None:

@@ -68,6 +68,8 @@ def test_missing_fields_are_all_listed() -> None:
         ({"hidden_size": 32.5}, "hidden_size = 32.5 must be of type int"),
         ({"hidden_size": True}, "hidden_size = True must be of type int"),
         ({"mlp_bias": 1}, "mlp_bias = 1 must be of type bool"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan must be from 0 to 1"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06 must be from 0 to 1"),
         ({"vocab_size": 0}, "vocab_size = 0 must be at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 must be at least 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3 must divide num_attention_heads = 4"),
@@ -108,13 +110,14 @@ def test_harmless_keys_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
             bos_token_id=1,
             eos_token_id=[1, 2],
             attention_dropout=0.1,
-            rope_interleaved=False,
+            use_mrope=False,
             layer_types=["full_attention"] * 2,
             _name_or_path="x",
         )
         assert not caplog.records
-        _config(some_note="text")
+        _config(some_note="text", scale_attn_weights=False)
     assert "some_note = 'text' is not known and ignored" in caplog.text
+    assert "scale_attn_weights = False is not known and ignored" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
