@@ -30,7 +30,13 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 ones), so that every other unknown key can be refused."""
 
 _HARMLESS_OFF = frozenset(
-    "use_mrope use_sliding_window is_encoder_decoder add_cross_attention tie_encoder_decoder".split()
+    [
+        "use_mrope",
+        "use_sliding_window",
+        "is_encoder_decoder",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+    ]
 )
 """Flags for what is not done here, which are false in many a checkpoint."""
 
