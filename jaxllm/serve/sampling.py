@@ -64,8 +64,9 @@ def sampling_params(
     model_default = fields.pop("max_tokens", None)
     max_tokens = body.token_limit
     if max_tokens is None:
-        default = limits.default_max_tokens or model_default or limits.room
-        max_tokens = max(1, min(default, limits.room))  # no room at all is refused later on
+        defaults_given = [n for n in (limits.default_max_tokens, model_default) if n is not None]
+        # No room at all is refused later on.
+        max_tokens = max(1, min([*defaults_given, limits.room]))
     try:
         return SamplingParams(
             **fields,
