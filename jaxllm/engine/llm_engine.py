@@ -50,6 +50,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.config.max_model_len,
+            prefill_first=offline,
         )
         self._pending: deque[PendingStep] = deque()
         self._seeds = random.Random(self.config.seed)

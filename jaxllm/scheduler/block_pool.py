@@ -67,6 +67,9 @@ class BlockPool:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one holder each; what was cached in them is lost.
 
@@ -120,7 +123,7 @@ class BlockPool:
         """
         length = len(request.token_ids)
         hits = self.lookup(request, length - 1) if read_cache else []
-        count = -(-length // self.block_size) - len(hits)
+        count = self.num_blocks_for(length) - len(hits)
         num_free_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
         if len(self._free) - num_free_hits < count + spare:
             return False

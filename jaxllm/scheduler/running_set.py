@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from jaxllm.outputs import ScheduledRequest
 from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.block_pool import BlockPool
+from jaxllm.scheduler.waiting_queue import WaitingQueue
 
 
 class Lane:
@@ -22,6 +24,10 @@ class Lane:
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def num_tokens_to_prefill(self) -> int:
+        return sum(len(r.token_ids) - r.num_computed_tokens for r in self.prefilling)
 
     def start_decoding(self, request: Request) -> None:
         """Notes that the last chunk of a prefill is scheduled."""
@@ -72,8 +78,10 @@ class RunningSet:
         """Notes that a lane has had its turn."""
         self._served = lane
 
-    def has_room(self, lane: Lane, newcomers: int) -> bool:
-        """Whether a slot is free, and the lane has less than its share of all and `newcomers`."""
+    def has_room(self, lane: Lane, waiting: WaitingQueue, pool: BlockPool) -> bool:
+        """Whether a slot is free, and the lane has less than its share of all requests and those
+        that may soon run."""
+        newcomers = waiting.num_newcomers(len(self._free_slots), pool)
         share, rest = divmod(len(self) + newcomers, len(self.lanes))
         larger = sum(1 for other in self.lanes if len(other) > share)
         return bool(self._free_slots) and len(lane) < share + (larger < rest)

@@ -42,6 +42,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step; at least `max_num_seqs`.
         max_model_len: most tokens of a request, prompt and output.
         num_lanes: pipeline stages.
+        prefill_first: decoding waits while prompts fill whole steps: larger batches, but stalls.
         non_finite_error: what a request with non-finite logits is told.
     """
 
@@ -53,6 +54,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_lanes: int = 1,
+        prefill_first: bool = False,
         non_finite_error: str = limits.NON_FINITE_ERROR,
     ):
         limits.check_sizes(max_num_seqs, max_num_batched_tokens, max_model_len, block_pool)
@@ -60,6 +62,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self._prefill_first = prefill_first
         self._non_finite_error = non_finite_error
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
@@ -82,18 +85,17 @@ class Scheduler:
         request.max_tokens = limits.resolve_max_tokens(request, self.max_model_len, pool)
         self._requests[request.request_id] = request
         delivers = self._prompt_logprobs.add(request)
-        shareable = request.num_prompt_tokens > pool.block_size
-        self._waiting.add(request, awaits_siblings=shareable or delivers)
+        shared = delivers or request.num_prompt_tokens > pool.block_size
+        self._waiting.add(request, awaits_siblings=shared)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once; False if there is none of that id (it may have ended)."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._finish(request)
-        return request is not None
+        if request_id not in self._requests:
+            return False
+        self._finish(self._requests[request_id])
+        return True
 
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended."""
         return bool(self._requests)
 
     def schedule(self) -> SchedulerOutput | None:
@@ -158,9 +160,9 @@ class Scheduler:
 
     def _schedule_lane(self, lane: Lane) -> list[ScheduledRequest]:
         """What the lane computes in its next step, single tokens first."""
-        singles: list[ScheduledRequest] = []
-        chunks: list[ScheduledRequest] = []
-        self._schedule_decodes(lane.decoding, singles)
+        singles, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
+        if not (self._prefill_first and self._prompts_fill_a_step(lane)):
+            self._schedule_decodes(lane.decoding, singles)
         budget = self.max_num_batched_tokens - len(singles)
         for scheduled in self._schedule_prefills(lane, budget):
             (singles if scheduled.num_new_tokens == 1 else chunks).append(scheduled)
@@ -220,9 +222,7 @@ class Scheduler:
         """The oldest waiting request, now with a slot and blocks for all its tokens, if it fits."""
         request = self._waiting.head
         # A preempted request's tokens in flight must come back before it can be computed anew.
-        if request is None or request.num_inflight:
-            return None
-        if not self._running.has_room(lane, self._num_newcomers(request)):
+        if request is None or request.num_inflight or not self._has_room(lane):
             return None
         # Prompt logprobs come from computing: a cached position has none.
         read = not self._prompt_logprobs.pending(request)
@@ -236,11 +236,15 @@ class Scheduler:
         self._running.add(request, lane)
         return request
 
-    def _num_newcomers(self, head: Request) -> int:
-        """How many waiting requests may soon run, if all were like `head`."""
-        blocks = -(-len(head.token_ids) // self.block_pool.block_size)
-        fitting = max(1, self.block_pool.num_free // blocks)
-        return min(fitting, len(self._waiting), self._running.num_free_slots)
+    def _has_room(self, lane: Lane) -> bool:
+        return self._running.has_room(lane, self._waiting, self.block_pool)
+
+    def _prompts_fill_a_step(self, lane: Lane) -> bool:
+        missing = self.max_num_batched_tokens - lane.num_tokens_to_prefill
+        slots, pool = self._running.num_free_slots, self.block_pool
+        return missing <= 0 or (
+            self._has_room(lane) and self._waiting.holds(missing, slots, pool, self._spare_blocks)
+        )
 
     def _preempt_last(self) -> None:
         """Takes blocks and slot from the request admitted last; it is computed anew later."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jaxllm.request import Request, RequestStatus
+from jaxllm.scheduler.block_pool import BlockPool
 
 
 @dataclass(slots=True)
@@ -34,6 +35,23 @@ class WaitingQueue:
     def head(self) -> Request | None:
         """The next request to be admitted."""
         return self._queue[0] if self._queue else None
+
+    def num_newcomers(self, slots: int, pool: BlockPool) -> int:
+        """How many requests may soon run with so many free slots, if all were like the head."""
+        if not self._queue:
+            return 0
+        fitting = max(1, pool.num_free // pool.num_blocks_for(len(self._queue[0].token_ids)))
+        return min(fitting, len(self), slots)
+
+    def holds(self, tokens: int, slots: int, pool: BlockPool, spare: int) -> bool:
+        """Whether the first requests, as many as find slots and blocks, have that many tokens."""
+        blocks = pool.num_free - spare
+        for request in self._queue:
+            blocks -= pool.num_blocks_for(len(request.token_ids))
+            if tokens <= 0 or slots == 0 or blocks < 0 or request.num_inflight:
+                break
+            tokens, slots = tokens - len(request.token_ids), slots - 1
+        return tokens <= 0
 
     def add(self, request: Request, *, awaits_siblings: bool) -> None:
         """Takes in a new request; the flag tells whether siblings have a prompt worth awaiting."""

@@ -138,6 +138,7 @@ class Loop:
         max_num_batched_tokens: int = 16,
         max_model_len: int = 64,
         num_lanes: int = 1,
+        prefill_first: bool = False,
         depth: int = 0,
     ):
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
@@ -147,6 +148,7 @@ class Loop:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             num_lanes=num_lanes,
+            prefill_first=prefill_first,
         )
         self._last_lane = num_lanes - 1
         self.depth = depth

@@ -137,6 +137,7 @@ def test_thousands_of_random_sequences(depth: int):
             max_num_batched_tokens=rng.randint(seqs, 12),
             max_model_len=rng.randint(4, 40),
             num_lanes=rng.choice([1, 1, 2, 4]),
+            prefill_first=rng.random() < 0.3,
             depth=depth,
         )
         for _ in range(rng.randint(5, 40)):
@@ -175,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra=st.integers(0, 8),
         max_model_len=st.integers(3, 30),
         num_lanes=st.integers(1, 4),
+        prefill_first=st.booleans(),
         depth=st.integers(0, 4),
     )
     def start(self, *, max_num_seqs: int, extra: int, **settings):

@@ -54,6 +54,28 @@ def test_decodes_come_first_then_running_prefills_then_waiting_ones():
     assert loop.step() == {"decoding": (6, 1), "long": (25, 1), "next": (5, 5)}
 
 
+def test_prefill_first_lets_decodes_wait_while_prompts_fill_steps():
+    loop = Loop(max_num_batched_tokens=16, enable_prefix_caching=False, prefill_first=True)
+    loop.add("decoding", 4, max_tokens=9)
+    loop.step()
+    loop.add("long", 25, max_tokens=9)
+    loop.add("next", 10, max_tokens=9)
+    assert loop.step() == {"long": (0, 16)}
+    assert loop.step() == {"long": (16, 9), "next": (0, 7)}
+    assert loop.step() == {"decoding": (4, 1), "long": (25, 1), "next": (7, 3)}
+
+
+def test_prefill_first_counts_only_prompts_that_can_begin():
+    loop = Loop(
+        max_num_seqs=2, max_num_batched_tokens=16, enable_prefix_caching=False, prefill_first=True
+    )
+    for name in ("a", "b"):
+        loop.add(name, 4, max_tokens=9)
+    loop.step()
+    loop.add("no slot", 30, max_tokens=9)
+    assert loop.step() == {"a": (4, 1), "b": (4, 1)}
+
+
 def test_chunks_of_one_token_stand_first():
     loop = Loop()
     loop.add("two", [1, 2], max_tokens=2)
