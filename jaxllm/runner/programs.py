@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.compiler_options import Options, gpu_options
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.step import StepOptions, prompt_logprobs, run_step, run_steps
 
@@ -170,11 +171,8 @@ class StepPrograms:
             raise RuntimeError(message)
         logger.warning(message)
 
-    def _compiler_options(self, num_tokens: int) -> dict[str, bool | str] | None:
-        """XLA's Triton matrix products win at a few rows and lose from 64 on (an H200 decodes
-        Llama-3.1-8B at 256 in 13.9 ms without them, 14.5 ms with them); trying them out is also
-        most of the compile time."""
-        return {"xla_gpu_enable_triton_gemm": False} if self._gpu and num_tokens >= 64 else None
+    def _compiler_options(self, num_tokens: int) -> Options | None:
+        return gpu_options(num_tokens, self._packed_sharding.mesh.size) if self._gpu else None
 
     def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         size = self.layout(bucket).size
