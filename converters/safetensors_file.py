@@ -125,7 +125,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is corrupt: its header is no valid JSON ({error})."
@@ -196,7 +196,8 @@ def _tensor_info(entry: dict[str, Any]) -> TensorInfo:
     return TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]], end - begin)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: raises ValueError if a key stands twice in an object."""
     keys = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()

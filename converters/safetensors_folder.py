@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.converters.errors import CheckpointError
 from jaxllm.converters.file_kinds import HEAD_BYTES, what_it_is
-from jaxllm.converters.safetensors_file import SafetensorsFile, TensorInfo
+from jaxllm.converters.safetensors_file import SafetensorsFile, TensorInfo, unique_keys
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -121,8 +121,11 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
     """A JSON object from a file.
+
+    Args:
+        unique: whether no key may stand twice in an object.
 
     Raises:
         CheckpointError: unreadable, no JSON, or no object.
@@ -132,7 +135,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=unique_keys if unique else None)
     except (ValueError, RecursionError) as error:
         kind = what_it_is(content[:HEAD_BYTES])
         if kind and not content.lstrip().startswith((b"{", b"[")):
@@ -195,7 +199,7 @@ def _open_indexed(path: Path, layout: Layout, check: Check) -> dict[str, Weights
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map of tensor names to files.")
     for name, shard in weight_map.items():

@@ -106,6 +106,13 @@ def test_a_broken_index(shards: Path, text: str) -> None:
     assert "no valid JSON" in message or "no JSON object" in message or "weight_map" in message
 
 
+def test_a_tensor_that_the_index_places_twice_is_named(shards: Path) -> None:
+    index = shards / INDEX_FILE
+    twice = f'"weight_map": {{"{NORM}": "model-00001-of-00002.safetensors", '
+    index.write_text(index.read_text().replace('"weight_map": {', twice, 1))
+    assert error_of(shards) == f"{index} is no valid JSON: '{NORM}' is there twice."
+
+
 def test_a_truncated_shard_is_named(shards: Path) -> None:
     file = sorted(shards.glob("model-*"))[1]
     file.write_bytes(file.read_bytes()[:-4])
