@@ -96,6 +96,22 @@ class EngineConfig:
         "warn, instead of failing, when a step needs a compile after warm-up", default=False
     )
 
+    coordinator_address: str | None = _flag(
+        "host:port of process 0, where the processes of one engine meet; needs --num-processes and "
+        "--process-id",
+        default=None,
+    )
+    num_processes: int | None = _flag(
+        "processes that share the model, over all hosts", default=None
+    )
+    process_id: int | None = _flag(
+        "which of them this one is: 0 serves, the others follow it", default=None
+    )
+    distributed: bool = _flag(
+        "take these three, where not given, from SLURM, Open MPI or Kubernetes", default=False
+    )
+    join_timeout: int = _flag("seconds that the processes wait for each other", default=300)
+
     def __post_init__(self) -> None:
         for name, literal in (
             ("dtype", Dtype),
@@ -114,6 +130,8 @@ class EngineConfig:
             "num_scheduler_steps",
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
+            "num_processes",
+            "join_timeout",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -132,6 +150,7 @@ class EngineConfig:
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}."
             )
         self._check_verification()
+        self._check_processes()
         if self.trust_remote_code:
             raise ValueError(
                 "--trust-remote-code is not supported: jaxllm runs no code from a checkpoint."
@@ -146,6 +165,34 @@ class EngineConfig:
             )
         if self.verification and self.load_format == "dummy":
             raise ValueError("--verify-weights has nothing to verify with --load-format dummy.")
+
+    def _check_processes(self) -> None:
+        names = ("coordinator_address", "num_processes", "process_id")
+        missing = [_flag_name(name) for name in names if getattr(self, name) is None]
+        if missing and len(missing) < len(names) and not self.distributed:
+            raise ValueError(
+                f"{' and '.join(missing)} must be given too, or --distributed where SLURM, Open "
+                "MPI or Kubernetes started the processes."
+            )
+        if self.coordinator_address is not None:
+            host, _, port = self.coordinator_address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(
+                    "--coordinator-address must be host:port, such as 10.0.0.1:1234, got "
+                    f"{self.coordinator_address!r}."
+                )
+        if self.process_id is not None and not 0 <= self.process_id < (
+            self.num_processes or self.process_id + 1
+        ):
+            raise ValueError(
+                f"--process-id must be from 0 to --num-processes {self.num_processes} less one, "
+                f"got {self.process_id}."
+            )
+
+    @property
+    def several_processes(self) -> bool:
+        """Whether this engine is one of several processes that run the same steps."""
+        return (self.num_processes or 1) > 1
 
     @property
     def verification(self) -> frozenset[str]:

@@ -11,8 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import zmq
 from tqdm import tqdm
@@ -68,6 +69,17 @@ def make_llm_engine(config: EngineConfig) -> Engine:
     return LLMEngine(config, offline=False)
 
 
+def ready(engine: Engine) -> Ready:
+    """What the front is told once `engine` is warm."""
+    return Ready(
+        config=engine.config,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        generation_config=dict(engine.generation_config),
+        stats=engine.stats(),
+    )
+
+
 class EngineLoop:
     """Takes messages, steps the engine, sends what came of it. Runs in the engine process."""
 
@@ -80,15 +92,7 @@ class EngineLoop:
 
     def run(self) -> None:
         engine = self.engine
-        self.send(
-            Ready(
-                config=engine.config,
-                vocab_size=engine.vocab_size,
-                eos_token_ids=sorted(engine.eos_token_ids),
-                generation_config=dict(engine.generation_config),
-                stats=engine.stats(),
-            )
-        )
+        self.send(ready(engine))
         while self.running:
             self.take_messages(block=not engine.has_unfinished())
             if self.running and engine.has_unfinished():
@@ -159,20 +163,44 @@ def engine_main(
     outbox = open_socket(context, zmq.PUSH)
     inbox.connect(address + ".in")
     outbox.connect(address + ".out")
-    code, started = 1, False
+    code, started, group = 1, False, None
     try:
+        if config.several_processes:
+            from jaxllm.engine.distributed.join import check_devices, join  # loads jax
+
+            group = join(config, partial(_end_for_others, address), partial(os._exit, 0))
+            check_devices(config)
         engine = make_engine(config)
         started = True
-        EngineLoop(engine, inbox, outbox).run()
+        if group is None:
+            EngineLoop(engine, inbox, outbox).run()
+        else:
+            from jaxllm.engine.distributed.lockstep import run_in_group
+
+            run_in_group(engine, group, inbox, outbox)
         code = 0
     except BaseException as error:  # whatever it is, the front must hear of it
-        outbox.send(encode(_failure(error, started)))
+        failure = _failure(error, started)
+        if group is not None:
+            group.report(failure.message)
+        outbox.send(encode(failure))
     outbox.close(linger=FLUSH_MS)
     inbox.close(linger=0)
     context.term()
     sys.stdout.flush()
     # Not a plain return: a broken device runtime may hang in its exit handlers.
     os._exit(code)
+
+
+def _end_for_others(address: str, why: str) -> NoReturn:
+    """Ends the process when another of the group has ended; from any thread."""
+    context = zmq.Context()  # sockets are not to be shared between threads
+    outbox = open_socket(context, zmq.PUSH)
+    outbox.connect(address + ".out")
+    outbox.send(encode(Failed(why, "", expected=True)))
+    outbox.close(linger=FLUSH_MS)
+    context.term()
+    os._exit(1)
 
 
 def _failure(error: BaseException, started: bool) -> Failed:

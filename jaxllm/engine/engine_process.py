@@ -32,6 +32,7 @@ class EngineProcess:
         config: EngineConfig,
         make_engine: Callable[[EngineConfig], Engine] = make_llm_engine,
     ) -> None:
+        self.config = config
         self.folder = Path(tempfile.mkdtemp(prefix="jaxllm-"))
         if len(str(self.folder)) > LONGEST_FOLDER:
             shutil.rmtree(self.folder)
@@ -89,8 +90,18 @@ class EngineProcess:
         if code < 0:
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
+            if name == "SIGABRT" and self.config.several_processes:
+                return self._abort_message()
             return f"the engine process was killed by {name}{hint}"
         return f"the engine process ended with exit code {code}"
+
+    def _abort_message(self) -> str:
+        """JAX aborts a process that loses touch with process 0, or that process 0 gave up."""
+        config = self.config
+        where = f"process 0 of {config.num_processes} ({config.coordinator_address})"
+        if config.process_id:
+            return f"{where} was lost: JAX ended this process (SIGABRT)"
+        return f"JAX ended {where} (SIGABRT): another process was lost, see above"
 
     def dump_stacks(self) -> None:
         """Has the process print the stacks of its threads to stderr."""

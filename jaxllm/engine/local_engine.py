@@ -30,6 +30,11 @@ class LocalEngine:
     """
 
     def __init__(self, config: EngineConfig, *, offline: bool = True, log: Log = logger.info):
+        if config.several_processes or config.distributed:
+            raise ValueError(
+                "Only the server runs over several processes: python -m jaxllm.serve with "
+                "--coordinator-address, --num-processes and --process-id."
+            )
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config)
         self.engine = LLMEngine(config, offline=offline, log=log)
         self.config = self.engine.config

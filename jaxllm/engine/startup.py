@@ -20,6 +20,7 @@ from jaxllm.converters.loader import load_params
 from jaxllm.converters.model_config import read_model_config
 from jaxllm.converters.renamed import after_load, with_registered_names
 from jaxllm.converters.tied_head import effective_config
+from jaxllm.engine.distributed.agree import least
 from jaxllm.registration import load_plugins, resolve
 from jaxllm.runner.kv_cache import CacheShape
 from jaxllm.runner.memory import MemoryPlan, plan_memory
@@ -173,6 +174,7 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     with phases("plan the memory"):
         vocab_size = model_config.vocab_size
         memory = plan_memory(resolved, model, params, cache_shape, vocab_size, mesh)
+        memory = memory.with_blocks(least(memory.num_blocks))
     for line in memory.lines():
         log(line)
     runner = ModelRunner(

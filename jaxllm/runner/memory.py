@@ -1,6 +1,6 @@
 """Who holds the device's memory, and how many cache blocks are left for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
@@ -40,6 +40,15 @@ class MemoryPlan:
     num_blocks: int
     tokens: int
 
+    def with_blocks(self, num_blocks: int) -> "MemoryPlan":
+        """The plan with that many blocks of the same size."""
+        if num_blocks == self.num_blocks:
+            return self
+        cache, tokens = self.cache // self.num_blocks, self.tokens // self.num_blocks
+        return replace(
+            self, cache=cache * num_blocks, num_blocks=num_blocks, tokens=tokens * num_blocks
+        )
+
     def lines(self) -> list[str]:
         """The table, a line a holder."""
         taken = self.holders
@@ -76,7 +85,7 @@ def plan_memory(
     Raises:
         ValueError: not one request of full length fits; names a flag value that would work.
     """
-    total = kv_cache.device_memory(mesh.devices.flat[0])
+    total = kv_cache.device_memory(mesh.local_devices[0])
     weights = sum(map(device_bytes, flatten(params).values()))
     shapes = make_state_shapes(config, cache_shape, 1, vocab_size, mesh)
     sampler = sum(map(device_bytes, jax.tree.leaves((shapes.rows, shapes.last_tokens))))

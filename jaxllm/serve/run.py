@@ -5,15 +5,18 @@ import logging
 import signal
 import socket
 import sys
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
 
 from jaxllm.engine.async_engine import AsyncEngine
+from jaxllm.engine.distributed.cluster import find_processes
 from jaxllm.engine.engine_loop import LOG_DATE_FORMAT, LOG_FORMAT
 from jaxllm.engine.errors import EngineStartError
 from jaxllm.serve.app import make_app
 from jaxllm.serve.args import Command, parse_args
+from jaxllm.serve.follow import follow
 from jaxllm.serve.listen import ListenError, open_socket, shown_url
 from jaxllm.serve.metrics import Metrics
 from jaxllm.serve.middleware import OPEN_PATHS
@@ -127,6 +130,15 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("uvicorn.access").addFilter(_worth_a_line)
     for warning in command.warnings:
         logger.warning("%s", warning)
+    try:
+        engine = command.engine
+        command = replace(command, engine=find_processes(engine) if engine.distributed else engine)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if command.engine.process_id:
+        with asyncio.Runner() as runner:
+            return runner.run(follow(command.engine, command.serve.shutdown_timeout))
     try:
         sock = open_socket(command.serve)
     except ListenError as error:

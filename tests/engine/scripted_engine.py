@@ -80,3 +80,8 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.requests), num_steps=self.num_steps)
+
+
+def without_model(config: EngineConfig) -> ScriptedEngine:
+    """Stands for a host that lacks what the others have."""
+    raise FileNotFoundError("no model on this host")

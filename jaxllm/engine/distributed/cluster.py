@@ -1,0 +1,57 @@
+"""What SLURM, Open MPI or Kubernetes say of the processes, as JAX reads it."""
+
+import logging
+import multiprocessing
+from multiprocessing.connection import Connection
+
+from jaxllm.config import EngineConfig
+
+FLAGS = ("--coordinator-address", "--num-processes", "--process-id")
+
+
+def find_processes(config: EngineConfig) -> EngineConfig:
+    """`config` with what --distributed stands for filled in.
+
+    JAX is asked in a process of its own, since the server's must stay without it.
+
+    Raises:
+        ValueError: nothing tells; says what was looked for.
+    """
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_ask_jax, args=(there, config), daemon=True)
+    child.start()
+    there.close()
+    try:
+        found, error = here.recv()
+    except EOFError:
+        found, error = (None, None, None), "JAX ended without an answer"
+    child.join()
+    missing = [flag for flag, value in zip(FLAGS, found, strict=True) if value is None]
+    if missing:
+        raise ValueError(
+            f"--distributed: neither SLURM, Open MPI nor Kubernetes tells {' and '.join(missing)}"
+            f"{f' ({error})' if error else ''}. Give the flags, or leave out --distributed to run "
+            "alone."
+        )
+    address, num_processes, process_id = found
+    return config.replace(
+        coordinator_address=address, num_processes=num_processes, process_id=process_id
+    )
+
+
+def _ask_jax(answer: Connection, config: EngineConfig) -> None:
+    # Not public, but what jax.distributed.initialize itself asks.
+    from jax._src.clusters import ClusterEnv
+
+    logging.captureWarnings(True)  # of a missing package, say: it goes into the message
+    given = config.coordinator_address, config.num_processes, config.process_id
+    error = ""
+    found = given
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            *given, None, None, config.join_timeout
+        )[:3]
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    answer.send((found, error))

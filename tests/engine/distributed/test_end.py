@@ -1,0 +1,88 @@
+"""How the processes of one group end, with scripted engines that have joined through JAX."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxllm import SamplingParams
+from jaxllm.engine.distributed.join import check_devices
+from jaxllm.engine.engine_process import EngineProcess
+from jaxllm.engine.messages import AddRequest, Failed, Outputs, Ready, Shutdown
+from jaxllm.request import Request
+from tests.engine.distributed.configs import configs
+from tests.engine.scripted_engine import CRASH, ScriptedEngine, without_model
+
+
+@contextlib.contextmanager
+def two_processes(**options: Any) -> Iterator[list[EngineProcess]]:
+    """Engine processes that have joined, JAX too; each sees the eight devices of the tests."""
+    made = [
+        EngineProcess(config, ScriptedEngine)
+        for config in configs(tensor_parallel_size=16, join_timeout=60, **options)
+    ]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.process.kill()
+            process.close()
+
+
+def wait_for(process: EngineProcess, kind: type) -> Any:
+    """The next message of a kind; what comes before it is dropped."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for message in process.receive():
+            if isinstance(message, kind):
+                return message
+        time.sleep(0.02)
+    raise AssertionError(f"no {kind.__name__} came: {process.exit_message()}")
+
+
+def add(kind: int) -> AddRequest:
+    params = SamplingParams(max_tokens=10**6)
+    return AddRequest.of([Request("r", [kind], params)])
+
+
+def test_the_others_hear_why_process_0_failed():
+    with two_processes() as processes:
+        leader, follower = processes
+        for process in processes:
+            wait_for(process, Ready)
+        leader.send(add(CRASH))
+        assert "the device is gone" in wait_for(leader, Failed).message
+        # It crashed alike; either way it is the cause that is told.
+        assert "the device is gone" in wait_for(follower, Failed).message
+        for process in processes:
+            process.process.join(10)
+            assert process.process.exitcode == 1
+
+
+def test_a_stop_ends_all_well_in_the_midst_of_a_request():
+    with two_processes() as processes:
+        leader, follower = processes
+        for process in processes:
+            wait_for(process, Ready)
+        leader.send(add(50))
+        wait_for(leader, Outputs)
+        leader.send(Shutdown())
+        for process in (follower, leader):
+            process.process.join(10)
+            assert process.process.exitcode == 0
+
+
+def test_devices_without_a_part_are_refused():
+    with pytest.raises(ValueError, match="have 8 devices together, but --tensor-parallel-size 4"):
+        check_devices(configs(tensor_parallel_size=4)[0])
+
+
+def test_a_model_that_only_one_process_finds_ends_both():
+    first, second = configs(tensor_parallel_size=16, join_timeout=60)
+    made = [EngineProcess(first, ScriptedEngine), EngineProcess(second, without_model)]
+    for process in made:
+        assert "no model on this host" in wait_for(process, Failed).message
+    for process in made:
+        process.close()
