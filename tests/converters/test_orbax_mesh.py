@@ -19,6 +19,7 @@ from jaxllm.converters.orbax_shards import Spread, spread_of
 from jaxllm.converters.tied_head import effective_config
 from jaxllm.models.registry import resolve
 from jaxllm.runner.mesh import make_mesh
+from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.weights import build_abstract
 from tests.converters.tiny_models import save_model
 
@@ -26,22 +27,22 @@ QKV = "model.layers.1.self_attn.qkv_proj.weight"
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 
 
-def declare(folder: Path, tp: int) -> tuple[dict[str, Any], NameMap, dict[str, Any]]:
+def declare(
+    folder: Path, tp: int, dtype: str = "float32"
+) -> tuple[dict[str, Any], NameMap, dict[str, Any]]:
     """What the engine asks of `load_params` over `tp` devices: shapes, name map, config."""
     config = effective_config(open_checkpoint(str(folder)))
     model_class = resolve(config["architectures"])
     model = model_class.Config.from_hf(config).with_tensor_parallel(tp)
-    shapes = build_abstract(
-        model_class, model, "float32", make_mesh(tensor_parallel_size=tp)
-    ).shapes
+    shapes = build_abstract(model_class, model, dtype, make_mesh(tensor_parallel_size=tp)).shapes
     name_map = name_map_for(config["architectures"]).on_mesh(
         model.kv_replicas, model.padded_vocab_size - model.vocab_size
     )
     return shapes, name_map, config
 
 
-def load(folder: Path, tp: int) -> dict[str, jax.Array]:
-    shapes, name_map, config = declare(folder, tp)
+def load(folder: Path, tp: int, dtype: str = "float32") -> dict[str, jax.Array]:
+    shapes, name_map, config = declare(folder, tp, dtype)
     return load_params(shapes, open_checkpoint(str(folder)), name_map, config, progress=False)
 
 
@@ -61,16 +62,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     return found
 
 
-@pytest.mark.parametrize(("name", "tp"), [("Llama", 8), ("Llama", 2), ("Qwen2", 4), ("Qwen3", 8)])
+@pytest.mark.parametrize(
+    ("name", "tp", "dtype"),
+    [
+        ("Llama", 8, "float32"),
+        ("Llama", 2, "float32"),
+        ("Qwen2", 4, "bfloat16"),
+        ("Qwen3", 8, "float32"),
+    ],
+)
 def test_parameters_are_those_that_the_source_gives(
-    folders: dict[str, tuple[Path, Path]], name: str, tp: int
+    folders: dict[str, tuple[Path, Path]], name: str, tp: int, dtype: str
 ) -> None:
     source, converted = folders[name]
-    expected = load(source, tp)
-    found = load(converted, tp)
+    expected = load(source, tp, dtype)
+    found = load(converted, tp, dtype)
     assert list(found) == list(expected)
     for param, value in expected.items():
         np.testing.assert_array_equal(np.asarray(found[param]), np.asarray(value), err_msg=param)
+        assert found[param].dtype == value.dtype
         assert found[param].sharding.is_equivalent_to(value.sharding, value.ndim)
 
 
@@ -130,7 +140,11 @@ def test_damaged_arrays_are_named(
         load(converted, 8)
 
 
-def test_an_engine_gives_the_tokens_of_the_source(folders: dict[str, tuple[Path, Path]]) -> None:
+def test_an_engine_gives_the_tokens_of_the_source(
+    folders: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(StepPrograms, "_compiler_options", lambda *_: fast)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     texts = []
     for folder, tp in zip(folders["Qwen2"], (1, 4), strict=True):
