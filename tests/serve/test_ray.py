@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,15 @@ with warnings.catch_warnings():
     from ray import serve
 
 from jaxllm.serve.ray import app
+from tests.serve.load import Load
 from tests.serve.server_process import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's threads warn when they please
 
-NAME = "jaxllm"
 REPLICA = "x-jaxllm-replica"
 LONG = {"max_tokens": 180, "ignore_eos": True}
-SHORT = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
+SHORT: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
+SHORT_OPENAI: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 MANY = 64
 """Sequences of a stream, that it may last some seconds."""
 GRACE_S = 0.2
@@ -90,7 +89,7 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 
 def deploy(settings: dict[str, Any]) -> None:
-    serve.run(app(settings), name=NAME, route_prefix="/")
+    serve.run(app(settings))
 
 
 def metric(http: httpx.Client, name: str) -> dict[str, float]:
@@ -123,7 +122,11 @@ def replica_pids() -> list[int]:
     found, seen = [], [os.getpid()]
     for pid in seen:
         seen += children(pid)
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::ServeReplica:jaxllm:Replic"):
+        if (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .startswith(b"ray::ServeReplica:default:Replica")
+        ):
             found.append(pid)
     return found
 
@@ -162,40 +165,6 @@ def last_events(lines: Iterator[str]) -> tuple[dict[str, Any], str]:
     return json.loads(event.removeprefix("data: ")), done
 
 
-@dataclass
-class Load:
-    """Threads that send short requests, one after the other, until the block ends."""
-
-    url: str
-    answers: list[tuple[float, httpx.Response]] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)
-    pause_s: float = 0.0
-
-    @contextmanager
-    def running(self, threads: int = 4) -> Iterator[None]:
-        with ThreadPoolExecutor(threads) as pool:
-            sent = [pool.submit(self._send, f"load {i} ") for i in range(threads)]
-            try:
-                yield
-            finally:
-                self.stopped.set()
-            for each in sent:
-                each.result()
-
-    def _send(self, prompt: str) -> None:
-        number = 0
-        with httpx.Client(base_url=self.url, timeout=60) as http:
-            while not self.stopped.is_set():
-                number += 1
-                started = time.monotonic()
-                body = {**SHORT, "prompt": f"{prompt}{number}"}
-                self.answers.append((started, http.post("/v1/completions", json=body)))
-                self.stopped.wait(self.pause_s)
-
-    def failed(self) -> list[tuple[float, httpx.Response]]:
-        return [(at, answer) for at, answer in self.answers if answer.status_code != 200]
-
-
 def test_clients_see_one_server(http: httpx.Client, url: str) -> None:
     with closing(openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)) as client:
         whole = client.completions.create(model="tiny", prompt="abc", **SHORT_OPENAI)
@@ -213,9 +182,6 @@ def test_clients_see_one_server(http: httpx.Client, url: str) -> None:
     assert http.post("/v1/completions", content=b"{").status_code == 400
     large = http.post("/v1/completions", json={"prompt": "a" * 100_000})
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
-
-
-SHORT_OPENAI: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 
 
 def test_prompts_that_begin_alike_meet_their_cache(http: httpx.Client) -> None:

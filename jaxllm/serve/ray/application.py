@@ -17,7 +17,6 @@ from jaxllm.serve.ray.front import make_front
 from jaxllm.serve.ray.options import ReplicaConfig, parse_args, parse_settings
 from jaxllm.serve.ray.replica import Replica
 
-NAME = "jaxllm"
 FRONT, REPLICA = "Front", "Replica"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 MOST_STARTS = 3
@@ -90,5 +89,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, options = parse_args(argv)
     host = command.serve.host or "0.0.0.0"
     serve.start(http_options=HTTPOptions(host=host, port=command.serve.port))
-    serve.run(make_application(command, options), name=NAME, route_prefix="/", blocking=True)
+    serve.run(make_application(command, options), blocking=True)
     return 0
