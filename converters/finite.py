@@ -46,7 +46,7 @@ class FiniteScan:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         tensor = self.checkpoint.read(name, index)
         if count := count_not_finite(tensor):
-            self.found[name] = count
+            self.found[name] = self.found.get(name, 0) + count
         return tensor
 
     def check(self) -> None:

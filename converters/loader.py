@@ -49,7 +49,7 @@ def load_params(
 
     At any time at most IN_FLIGHT_BYTES or one parameter are on their way: so much host memory is
     needed (none for mapped files), and so much device memory beside the parameters. On the CPU
-    nothing is beside them but what is dequantized.
+    nothing is beside them but some rows of what is dequantized.
 
     Args:
         abstract: dotted name to shape, dtype and sharding.
@@ -114,8 +114,7 @@ def _place(fill: Fill, checkpoint: Checkpoint, programs: Programs) -> jax.Array:
     """Reads (and dequantizes) the tensors and puts them on the devices in file layout, where they
     are transposed, joined and cast."""
     if _is_on_host(fill):
-        tensors = [checkpoint.read(name) for name in fill.tensors]
-        return fill_on_host(fill, tensors).block_until_ready()
+        return fill_on_host(fill, checkpoint).block_until_ready()
     program = programs.get(_program_key(fill))
     slabs = [
         _put(checkpoint.read(name), slab, fill, number)
