@@ -60,6 +60,8 @@ class _Front:
     def finish(self, code: int, error: str) -> None:
         if self.code.done():
             return
+        if self.stopping:  # then it ends as it was told to, however the others take it
+            code, error = 0, ""
         if error:
             logger.error("Process %d ends: %s", self.config.process_id, error)
         self.code.set_result(code)

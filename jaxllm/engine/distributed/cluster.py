@@ -1,7 +1,8 @@
 """What SLURM, Open MPI or Kubernetes say of the processes, as JAX reads it."""
 
-import logging
 import multiprocessing
+import os
+import warnings
 from multiprocessing.connection import Connection
 
 from jaxllm.config import EngineConfig
@@ -44,14 +45,17 @@ def _ask_jax(answer: Connection, config: EngineConfig) -> None:
     # Not public, but what jax.distributed.initialize itself asks.
     from jax._src.clusters import ClusterEnv
 
-    logging.captureWarnings(True)  # of a missing package, say: it goes into the message
-    given = config.coordinator_address, config.num_processes, config.process_id
-    error = ""
-    found = given
-    try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(
-            *given, None, None, config.join_timeout
-        )[:3]
-    except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    answer.send((found, error))
+    address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = given = address, config.num_processes, config.process_id
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = ClusterEnv.auto_detect_unset_distributed_params(
+                *given, None, None, config.join_timeout
+            )[:3]
+        except Exception as error:
+            said_last = f"{type(error).__name__}: {error}"
+        else:
+            said_last = ""
+    why = [*(str(warning.message) for warning in said), said_last]  # a missing package, say
+    answer.send((found, " ".join(" ".join(why).split())))

@@ -1,5 +1,6 @@
 """What the processes of one engine say to each other, and the connections that carry it."""
 
+import contextlib
 import ipaddress
 import socket
 import threading
@@ -98,11 +99,8 @@ class Link:
 
     def send_encoded(self, data: bytes) -> None:
         """Does not tell whether the other is there: its end is for the receiving side to see."""
-        try:
-            with self._sending:
-                self.connection.send_bytes(data)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), self._sending:
+            self.connection.send_bytes(data)
 
     def receive(self, longest: int | None = None) -> Message:
         """The next message; waits for it.
@@ -135,14 +133,15 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        with contextlib.suppress(OSError):  # it may be known and yet turned off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
-def bind_address(host: str, port: int) -> str:
-    """Where JAX's coordinator listens, by the same rule."""
+def bind_address(host: str, port: int) -> str | None:
+    """Where JAX's coordinator listens, by the same rule; None is JAX's own, all interfaces."""
     if not _is_loopback(host):
-        return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
+        return None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

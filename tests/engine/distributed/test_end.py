@@ -1,6 +1,8 @@
 """How the processes of one group end, with scripted engines that have joined through JAX."""
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -86,3 +88,14 @@ def test_a_model_that_only_one_process_finds_ends_both():
         assert "no model on this host" in wait_for(process, Failed).message
     for process in made:
         process.close()
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_an_end_by_jax_is_told_as_the_loss_that_it_means(process_id: int):
+    process = EngineProcess(configs()[process_id], ScriptedEngine)
+    assert process.pid
+    os.kill(process.pid, signal.SIGABRT)
+    said = process.exit_message()
+    assert "process 0 of 2 (127.0.0.1:" in said
+    assert ("was lost" if process_id else "another process was lost") in said
+    process.close()

@@ -1,6 +1,7 @@
 """How the processes of one engine find each other, and whom they refuse."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -134,15 +135,43 @@ def test_an_id_is_taken_once_but_may_come_again_after_its_end():
     assert answer == Ended("Process 1 has joined already: see --process-id.")
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "none"])
-def test_the_schedulers_environment_is_read_by_jax(scheduler, monkeypatch):
-    names = {"JOB_ID": "5", "STEP_NODELIST": "gpu[07-08]", "NTASKS": "2", "PROCID": "1"}
-    if scheduler == "slurm":
-        for name, value in {**names, "LOCALID": "0"}.items():
-            monkeypatch.setenv("SLURM_" + name, value)
-        found = find_processes(EngineConfig(distributed=True))
-        assert (found.num_processes, found.process_id) == (2, 1)
-        assert str(found.coordinator_address).startswith("gpu07:")
-    else:
-        with pytest.raises(ValueError, match=r"neither SLURM.*--coordinator-address"):
-            find_processes(EngineConfig(distributed=True))
+SLURM = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR_", "KUBERNETES_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("names", "host"), [(SLURM, "gpu07"), (OPEN_MPI, "10.96.0.1")])
+def test_the_schedulers_environment_is_read_by_jax(names, host, environment):
+    for name, value in names.items():
+        environment.setenv(name, value)
+    found = find_processes(EngineConfig(distributed=True))
+    assert (found.num_processes, found.process_id) == (2, 1)
+    assert str(found.coordinator_address).startswith(host + ":")
+
+
+def test_without_a_scheduler_the_flags_are_asked_for_with_what_is_missing(environment):
+    environment.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(ValueError) as refused:
+        find_processes(EngineConfig(distributed=True, process_id=0))
+    said = str(refused.value)
+    assert "neither SLURM, Open MPI nor Kubernetes tells --coordinator-address" in said
+    assert "--process-id" not in said
+    assert "jax[k8s]" in said
