@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import jaxllm
 from jaxllm import EngineConfig
+from jaxllm.converters import architectures
 from jaxllm.converters.errors import CheckpointError, LoadError
 from jaxllm.converters.loader import load_params
 from jaxllm.engine.fit import GIB, Request, make_request
+from jaxllm.models import registry
 from jaxllm.runner.estimate import Parallel
 from tests.converters.tiny_models import save_model
 
@@ -157,3 +160,28 @@ def test_more_layers_than_any_model_has(qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers = 1000000000"):
         planned(tmp_path)
+
+
+@pytest.mark.parametrize("only_index", [False, True])
+def test_a_registered_architecture_is_compared_under_its_names(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_index: bool
+) -> None:
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.replace(".q_proj.", ".query_proj.")] = tensors.pop(name)
+
+    folder = (index_only if only_index else copied)(qwen, tmp_path, rename)
+    config = json.loads((folder / "config.json").read_text())
+    changed = config | {"architectures": ["FinQwenForCausalLM"], "model_type": "fin_qwen"}
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match="FinQwenForCausalLM is not supported"):
+        planned(folder)
+    monkeypatch.setattr(registry, "_TARGETS", dict(registry._TARGETS))
+    monkeypatch.setattr(architectures, "_REGISTERED", {})
+    jaxllm.register_model("FinQwenForCausalLM", model="Qwen2ForCausalLM")
+    with pytest.raises(LoadError, match=r"layers\.\{0\.\.1\}\.self_attn\.query_proj\.weight"):
+        planned(folder)
+    jaxllm.register_model(
+        "FinQwenForCausalLM", model="Qwen2ForCausalLM", rename={"query_proj": "q_proj"}
+    )
+    assert any("names" in note for note in planned(folder).notes)
