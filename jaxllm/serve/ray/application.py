@@ -17,6 +17,8 @@ from jaxllm.serve.ray.front import make_front
 from jaxllm.serve.ray.options import ReplicaConfig, parse_args, parse_settings
 from jaxllm.serve.ray.replica import Replica
 
+logger = logging.getLogger(__name__)
+
 FRONT, REPLICA = "Front", "Replica"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 MOST_STARTS = 3
@@ -38,11 +40,15 @@ def app(args: dict[str, Any]) -> Application:
 def make_application(command: Command, options: ReplicaConfig) -> Application:
     """Fronts that share out requests over the replicas."""
     gpus = options.num_gpus if options.num_gpus is not None else num_devices(command.engine)
+    resources: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": gpus}
+    if gpus == 0:
+        # Or every replica would take all GPUs that the host may have.
+        resources["runtime_env"] = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
     replica = serve.deployment(Replica).options(
         name=REPLICA,
         logging_config={"enable_access_log": False},  # the front's says it
         num_replicas=options.num_replicas,
-        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": gpus},
+        ray_actor_options=resources,
         max_ongoing_requests=options.max_ongoing_requests,
         request_router_config=RequestRouterConfig.model_validate(
             {
@@ -89,5 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, options = parse_args(argv)
     host = command.serve.host or "0.0.0.0"
     serve.start(http_options=HTTPOptions(host=host, port=command.serve.port))
-    serve.run(make_application(command, options), blocking=True)
+    try:
+        serve.run(make_application(command, options), blocking=True)
+    except RuntimeError as error:
+        logger.error("%s The replicas' own errors stand above.", error)
+        return 1
     return 0
