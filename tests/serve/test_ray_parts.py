@@ -162,6 +162,9 @@ def test_settings_are_the_flags():
         ({"num_replicas": "two"}, "'two' is not a whole number"),
         ({"enforce_eager": "perhaps"}, "must be true or false"),
         ({"block_size": 7}, "--block-size must be a power of two"),
+        ({"port": 80}, "--port is not for replicas: Ray opens the port"),
+        ({"dump_config": "x"}, "--dump-config is not for replicas: GET /server_info"),
+        ({"distributed": True}, "--distributed is not for replicas: a replica is on one host"),
     ],
 )
 def test_a_bad_setting_is_named(settings, said):

@@ -21,6 +21,19 @@ _AT_LEAST = {
     "affinity_slack": 0,
     "drain_timeout": 0,
 }
+# Settings of the server that replicas cannot follow -> what to do instead.
+_SERVERS_OWN = {
+    "dump_config": "GET /server_info gives the same",
+    "shutdown_timeout": "give --drain-timeout",
+    "uvicorn_log_level": "Ray writes the logs",
+}
+_WITH_SERVE_RUN: dict[str, str] = dict.fromkeys(
+    ("host", "port"), "Ray opens the port: set http_options where Serve is started"
+)
+_SEVERAL_PROCESSES = dict.fromkeys(
+    ("coordinator_address", "num_processes", "process_id", "distributed", "join_timeout"),
+    "a replica is on one host; start an engine over several hosts without Ray",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +96,7 @@ def parse_settings(settings: Mapping[str, Any]) -> tuple[Command, ReplicaConfig]
         ValueError: an unknown name or a value out of range.
     """
     parser = _with_replicas(make_parser(_SettingsParser))
-    return _configs(parser, parser.parse_settings(settings))
+    return _configs(parser, parser.parse_settings(settings), _WITH_SERVE_RUN)
 
 
 def _with_replicas(parser: FlagParser) -> FlagParser:
@@ -94,8 +107,13 @@ def _with_replicas(parser: FlagParser) -> FlagParser:
     return parser
 
 
-def _configs(parser: FlagParser, namespace: argparse.Namespace) -> tuple[Command, ReplicaConfig]:
+def _configs(
+    parser: FlagParser, namespace: argparse.Namespace, refused: Mapping[str, str] | None = None
+) -> tuple[Command, ReplicaConfig]:
     command = as_command(parser, namespace)
+    for name, instead in (_SERVERS_OWN | _SEVERAL_PROCESSES | dict(refused or {})).items():
+        if getattr(namespace, name, None) is not None:
+            parser.error(f"--{name.replace('_', '-')} is not for replicas: {instead}.")
     for warning in command.warnings:
         logger.warning("%s", warning)
     try:
