@@ -7,6 +7,7 @@ name single changes that would; 2: a bad flag.
 import argparse
 import gc
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Any one of these would fit:" if changes else "No single flag makes it fit.")
         for change in changes:
             print(f"  {change}")
+    except BrokenPipeError:
+        # The reader has enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 1
