@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import signal
 import time
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from jaxllm import SamplingParams
+from jaxllm.engine.distributed.group import Follower, Leader
 from jaxllm.engine.distributed.join import check_devices
+from jaxllm.engine.distributed.links import Link
 from jaxllm.engine.engine_process import EngineProcess
 from jaxllm.engine.messages import AddRequest, Failed, Outputs, Ready, Shutdown
 from jaxllm.request import Request
-from tests.engine.distributed.configs import configs
+from tests.engine.distributed.processes import configs, stop, tcp_pair
 from tests.engine.scripted_engine import CRASH, ScriptedEngine, without_model
 
 
@@ -99,3 +102,19 @@ def test_an_end_by_jax_is_told_as_the_loss_that_it_means(process_id: int):
     assert "process 0 of 2 (127.0.0.1:" in said
     assert ("was lost" if process_id else "another process was lost") in said
     process.close()
+
+
+def test_process_1_hears_that_process_2_was_lost():
+    (to_1, one), (to_2, two) = tcp_pair(), tcp_pair()
+    said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    def fail_in(process_id: int) -> Any:
+        return lambda why: stop(said.put((process_id, why)))
+
+    Leader({1: Link(to_1, "process 1"), 2: Link(to_2, "process 2 of 3 (host)")}, fail_in(0))
+    Follower(Link(one, "process 0"), fail_in(1), leave=stop)
+    two.close()
+    ends = dict(said.get(timeout=10) for _ in range(2))
+    assert sorted(ends) == [0, 1]
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("Process 2 of 3 (host) was lost")

@@ -1,10 +1,9 @@
 """A follower does what the leader does, and stops when it gets something else."""
 
-import socket
 import threading
 import time
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from jaxllm.engine.distributed.group import Follower, Leader
 from jaxllm.engine.distributed.links import Link
 from jaxllm.engine.distributed.lockstep import LeadingEngine, follow
 from jaxllm.request import Request
+from tests.engine.distributed.processes import stop, tcp_pair
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.engine.tiny_engine import make_engine
 
@@ -23,20 +23,6 @@ TINY = {
     "max_model_len": 64,
     "enforce_eager": True,
 }
-
-
-def stop(event: Any = None) -> NoReturn:
-    """Stands for the end of a process: whoever calls it does nothing more."""
-    if isinstance(event, threading.Event):
-        event.set()
-    while True:
-        time.sleep(1000)
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        here = socket.create_connection(server.getsockname())
-        return here, server.accept()[0]
 
 
 def test_a_follower_does_what_the_leader_does(tiny_llama):

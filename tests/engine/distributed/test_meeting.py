@@ -16,7 +16,7 @@ from jaxllm.engine.distributed.facts import facts_of
 from jaxllm.engine.distributed.links import Ended, Hello, Link, Welcome, split_address
 from jaxllm.engine.distributed.meeting import find_leader, wait_for_all
 from jaxllm.engine.local_engine import LocalEngine
-from tests.engine.distributed.configs import configs
+from tests.engine.distributed.processes import configs
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
