@@ -55,6 +55,11 @@ class EngineConfig:
     tensor_parallel_size: int = _flag(
         "devices that share each layer: heads, feed-forward and vocabulary", short="-tp", default=1
     )
+    pipeline_parallel_size: int = _flag(
+        "devices, or groups of --tensor-parallel-size of them, that share out the layers",
+        short="-pp",
+        default=1,
+    )
     max_model_len: int | None = _flag(
         "longest context (prompt and output), in tokens", default=None
     )
@@ -130,6 +135,7 @@ class EngineConfig:
             "num_scheduler_steps",
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "num_processes",
             "join_timeout",
         ):

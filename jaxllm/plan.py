@@ -40,13 +40,6 @@ def make_parser() -> FlagParser:
         metavar="SIZE",
         help="memory of a device, such as 80GiB (the default)",
     )
-    devices.add_argument(
-        "--pipeline-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that share out the layers (default: 1)",
-    )
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     return parser
 
@@ -58,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if args.positional_model is not None:
         args.model = args.positional_model
-    if args.pipeline_parallel_size < 1:
-        parser.error("--pipeline-parallel-size must be at least 1")
     try:
         config = make_config(EngineConfig, args)
     except ValueError as error:
@@ -72,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     jax.config.update("jax_platforms", "cpu")  # a GPU is not even looked for
     try:
-        parallel = Parallel(config.tensor_parallel_size, args.pipeline_parallel_size)
+        parallel = Parallel(config.tensor_parallel_size, config.pipeline_parallel_size)
         request = make_request(config, args.gpu_memory, parallel)
         print("\n".join(report(request)))
         problem = request.problem()

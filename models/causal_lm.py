@@ -16,7 +16,7 @@ from jaxllm.models.layers.rope import Rotation, rotation
 
 
 @jax.jit
-def _run_layer(
+def run_layer(
     layer: DecoderLayer, x: jax.Array, rope: Rotation, kv: jax.Array, metadata: AttentionMetadata
 ) -> tuple[jax.Array, jax.Array]:
     """A layer, traced and lowered once for all that are alike: XLA inlines it."""
@@ -71,7 +71,7 @@ class CausalLM(nnx.Module):
         kv_cache = list(kv_cache)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, kv_cache[index] = _run_layer(layer, x, rope, kv_cache[index], batch.attention)
+                x, kv_cache[index] = run_layer(layer, x, rope, kv_cache[index], batch.attention)
         with jax.named_scope("final_norm"):
             return self.norm(x), kv_cache
 

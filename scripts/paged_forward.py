@@ -46,8 +46,8 @@ class PagedForward:
         self._cache = [jnp.zeros(s.shape, s.dtype, device=s.sharding) for s in shapes]
         self._slots = blocks * config.block_size
         self._length = 0
-        self._run = jax.jit(partial(_logits, merge=runner.model.merge), donate_argnums=(2,))
-        self._states = jax.jit(partial(_states, merge=runner.model.merge))
+        self._run = jax.jit(partial(_logits, merge=runner.stages[0].merge), donate_argnums=(2,))
+        self._states = jax.jit(partial(_states, merge=runner.stages[0].merge))
 
     def prefill(self, ids: list[int]) -> np.ndarray:
         """Logits [T, V] of a new sequence's tokens, chunk by chunk."""

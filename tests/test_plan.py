@@ -18,7 +18,7 @@ from jaxllm.converters.checkpoint import DEMO_PACKAGE
 from jaxllm.engine.fit import GIB, make_request
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.plan import memory_size
-from jaxllm.runner.estimate import Parallel, shard_bytes, stage_layers
+from jaxllm.runner.estimate import Parallel, shard_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA: dict[str, Any] = {
@@ -137,7 +137,6 @@ def test_what_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_stages_share_out_the_layers(tmp_path: Path) -> None:
-    assert [list(stage) for stage in stage_layers(5, 3)] == [[0, 1], [2, 3], [4]]
     config = EngineConfig(model=write(tmp_path, LLAMA_8B), max_model_len=4096)
     request = make_request(config, 80 * GIB, Parallel(1, 2))
     planned, shape, stage = request.plan()

@@ -22,16 +22,17 @@ from jaxllm.converters.safetensors_folder import SAFETENSORS
 from jaxllm.converters.torch_folder import PYTORCH
 from jaxllm.models.base import ModelConfig
 from jaxllm.registration import resolve
+from jaxllm.runner.build import make_buckets
 from jaxllm.runner.estimate import (
-    DivisionError,
     Parallel,
     Shapes,
+    StagePlan,
     estimate,
 )
 from jaxllm.runner.kv_cache import GIB, CacheShape
-from jaxllm.runner.memory import MemoryPlan, check_fit
+from jaxllm.runner.memory import MemoryPlan, check_fit, with_fewest_blocks
 from jaxllm.runner.mesh import PP_AXIS, TP_AXIS
-from jaxllm.runner.model_runner import make_buckets
+from jaxllm.runner.stages import DivisionError
 from jaxllm.runner.weights import build_abstract
 
 MOST_STAGES = 16
@@ -58,10 +59,15 @@ class Request:
     parallel: Parallel
     notes: tuple[str, ...] = field(default=())
 
-    def plan(self) -> tuple[MemoryPlan, CacheShape, int]:
-        """The fullest device's plan, a token's shape there, and its pipeline stage."""
+    def stages(self) -> list[StagePlan]:
+        """What each pipeline stage has room for."""
         total = int(self.memory * self.config.gpu_memory_utilization)
         return estimate(self.shapes, self.model, self.config, total, self.parallel)
+
+    def plan(self) -> tuple[MemoryPlan, CacheShape, int]:
+        """The fullest device's plan, a token's shape there, and its pipeline stage."""
+        found = min(self.stages(), key=lambda each: (each.plan.num_blocks, each.plan.budget))
+        return found.plan, found.shape, found.stage.index
 
     def over(self, tp: int) -> "Request":
         """The request with its layers shared by `tp` devices."""
@@ -170,6 +176,7 @@ def report(request: Request) -> Iterator[str]:
     where = f", stage {stage + 1} of {parallel.pp}, the fullest" if parallel.pp > 1 else ""
     yield f"bytes a device{where} (the largest step is an estimate):"
     yield from plan.lines()
+    yield from _stage_lines(request)
     blocks = -(-config.max_model_len // config.block_size)
     fitting = max(plan.budget, 0) // shape.bytes_per_block * config.block_size
     yield f"cache a token: {shape.bytes_per_token} bytes a device"
@@ -182,6 +189,22 @@ def report(request: Request) -> Iterator[str]:
     buckets = list(make_buckets(config, gpu=True))
     yield f"buckets to be compiled ({len(buckets)}):"
     yield "  " + ", ".join(map(str, buckets))
+
+
+def _stage_lines(request: Request) -> Iterator[str]:
+    """A line for each of several pipeline stages."""
+    found = request.stages()
+    if len(found) == 1:
+        return
+    yield "bytes a device of each stage, with the blocks that fit on all of them:"
+    plans = with_fewest_blocks([each.plan for each in found])
+    for each, plan in zip(found, plans, strict=True):
+        taken, layers = plan.holders, each.stage.layers
+        yield (
+            f"  stage {each.stage.index + 1}, layers {layers.start} to {layers.stop - 1}: "
+            f"weights {taken.weights}, sampler state {taken.sampler}, "
+            f"largest step {taken.activations}, block cache {plan.cache}"
+        )
 
 
 def _groups(request: Request) -> Iterator[tuple[str, str]]:

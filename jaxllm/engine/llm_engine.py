@@ -1,4 +1,4 @@
-"""LLMEngine: scheduler and runner in a loop that stays one step ahead of the device."""
+"""LLMEngine: scheduler and runner in a loop that stays a step ahead of the device."""
 
 import logging
 import random
@@ -13,9 +13,6 @@ from jaxllm.scheduler.block_pool import BlockPool
 from jaxllm.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-STEPS_AHEAD = 1
-"""Steps given to the device beyond the one whose tokens are awaited."""
 
 
 class LLMEngine:
@@ -35,7 +32,8 @@ class LLMEngine:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.generation_config = model.generation_config
-        self.memory = model.memory
+        self.memory = min(model.memory, key=lambda plan: plan.budget)
+        self.stage_memory = model.memory
         self.phases = model.phases
         assert self.config.max_num_seqs
         assert self.config.max_num_batched_tokens
@@ -43,13 +41,14 @@ class LLMEngine:
         self.runner = model.runner
         self.scheduler = Scheduler(
             BlockPool(
-                model.memory.num_blocks,
+                self.memory.num_blocks,
                 self.config.block_size,
                 enable_prefix_caching=self.config.enable_prefix_caching,
             ),
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.config.max_model_len,
+            num_lanes=self.config.pipeline_parallel_size,
             prefill_first=offline,
         )
         self._pending: deque[PendingStep] = deque()
@@ -86,11 +85,16 @@ class LLMEngine:
         return bool(self._pending) or self.scheduler.has_unfinished()
 
     def step(self) -> list[EngineOutput]:
-        """Dispatches the next step, then takes in the one before it, while the device works."""
+        """Dispatches the next step, then takes in an earlier one, while the device works.
+
+        Beyond the step whose tokens are awaited the device has one more, or with pipeline stages
+        as many as there are.
+        """
         scheduled = self._schedule()
         if scheduled:
             self._pending.append(self.runner.execute(scheduled))
-        if not self._pending or (scheduled and len(self._pending) <= STEPS_AHEAD):
+        ahead = self.scheduler.num_steps_ahead
+        if not self._pending or (scheduled and len(self._pending) <= ahead):
             return []
         pending = self._pending.popleft()
         outputs: list[EngineOutput] = []

@@ -26,7 +26,16 @@ from jaxllm.runner.kv_cache import CacheShape
 from jaxllm.runner.memory import MemoryPlan, plan_memory
 from jaxllm.runner.mesh import make_mesh
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.runner.weights import AbstractModel, Params, build_abstract, unflatten
+from jaxllm.runner.stages import check_stages
+from jaxllm.runner.weights import (
+    AbstractModel,
+    ModelStage,
+    build_abstract,
+    model_stages,
+    on_stages,
+    stage_params,
+    unflatten,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +65,7 @@ class LoadedModel:
         config: resolved: nothing is None that matters.
         eos_token_ids: of config.json and generation_config.json together.
         generation_config: the file's contents, {} if there is none.
+        memory: of a device of each pipeline stage.
     """
 
     config: EngineConfig
@@ -63,7 +73,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     generation_config: dict[str, Any]
-    memory: MemoryPlan
+    memory: list[MemoryPlan]
     phases: dict[str, float]
 
 
@@ -123,7 +133,7 @@ def _load_params(
     checkpoint: Checkpoint,
     hf_config: dict[str, Any],
     model_config: Any,
-) -> Params:
+) -> dict[str, jax.Array]:
     architectures = hf_config["architectures"]
     name_map = name_map_for(architectures).on_mesh(
         model_config.kv_replicas, model_config.padded_vocab_size - model_config.vocab_size
@@ -137,7 +147,26 @@ def _load_params(
         progress=sys.stderr.isatty(),
         finite=finite,
     )
-    return unflatten(after_load(architectures, params, model.shapes, model_config))
+    return after_load(architectures, params, model.shapes, model_config)
+
+
+def _cache_shape(model_config: Any, resolved: EngineConfig) -> CacheShape:
+    return CacheShape(
+        num_layers=model_config.num_hidden_layers,
+        num_kv_heads=model_config.num_key_value_heads,
+        head_dim=model_config.head_dim,
+        block_size=resolved.block_size,
+        dtype=jax.numpy.dtype(resolved.dtype),
+    )
+
+
+def _log_memory(stages: list[ModelStage], memory: list[MemoryPlan], log: Log) -> None:
+    for each, plan in zip(stages, memory, strict=True):
+        if len(stages) > 1:
+            layers = each.stage.layers
+            log(f"stage {each.stage.index + 1}, layers {layers.start} to {layers.stop - 1}:")
+        for line in plan.lines():
+            log(line)
 
 
 def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -> LoadedModel:
@@ -153,8 +182,12 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
         hf_config = effective_config(checkpoint)
         model_class, model_config = read_model_config(resolve, hf_config, checkpoint.path)
         model_config = model_config.with_tensor_parallel(config.tensor_parallel_size)
+        check_stages(model_config.num_hidden_layers, config.pipeline_parallel_size)
     with phases("find the devices"):
-        mesh = make_mesh(tensor_parallel_size=config.tensor_parallel_size)
+        mesh = make_mesh(
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+        )
     resolved = config.resolve(
         platform=mesh.devices.flat[0].platform,
         context_length=model_config.context_length,
@@ -162,28 +195,23 @@ def load_model(config: EngineConfig, *, offline: bool, log: Log = logger.info) -
     )
     log(dtype_reason(config.dtype, resolved.dtype, hf_config, mesh.devices.flat[0].platform))
     model = build_abstract(model_class, model_config, resolved.dtype, mesh)
+    stages = model_stages(model, mesh)
     with phases("load the weights"):
-        params = _load_params(config, model, checkpoint, hf_config, model_config)
-    cache_shape = CacheShape(
-        num_layers=model_config.num_hidden_layers,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=model_config.head_dim,
-        block_size=resolved.block_size,
-        dtype=jax.numpy.dtype(resolved.dtype),
-    )
+        flat = _load_params(config, on_stages(model, stages), checkpoint, hf_config, model_config)
+        params = stage_params(flat, stages) if len(stages) > 1 else unflatten(flat)
+    cache_shape = _cache_shape(model_config, resolved)
     with phases("plan the memory"):
         vocab_size = model_config.vocab_size
-        memory = plan_memory(resolved, model, params, cache_shape, vocab_size, mesh)
-        memory = memory.with_blocks(least(memory.num_blocks))
-    for line in memory.lines():
-        log(line)
+        memory = plan_memory(resolved, stages, params, cache_shape, vocab_size)
+        num_blocks = least(memory[0].num_blocks)
+        memory = [plan.with_blocks(num_blocks) for plan in memory]
+    _log_memory(stages, memory, log)
     runner = ModelRunner(
         resolved,
-        model,
+        stages,
         params,
-        mesh=mesh,
         cache_shape=cache_shape,
-        num_blocks=memory.num_blocks,
+        num_blocks=num_blocks,
         vocab_size=vocab_size,
     )
     with phases("compile, allocate and warm up"):

@@ -1,10 +1,8 @@
 """What an engine would hold on a device, from shapes alone: nothing is read, run or compiled."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,9 +11,10 @@ import numpy as np
 from jaxllm.config import EngineConfig
 from jaxllm.models.base import ModelConfig
 from jaxllm.runner.kv_cache import CacheShape
-from jaxllm.runner.memory import Holders, MemoryPlan, divide
+from jaxllm.runner.memory import Holders, MemoryPlan, divide, stage_cache
 from jaxllm.runner.mesh import TP_AXIS
 from jaxllm.runner.sampler import result_width
+from jaxllm.runner.stages import DivisionError, Stage, check_stages, make_stages
 
 MATMUL_SCRATCH = 33 << 20
 """cuBLAS's workspace on Hopper and what goes with it, as XLA's own figures show it."""
@@ -26,12 +25,6 @@ STATE_BYTES = 10
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-class DivisionError(ValueError):
-    """Something does not divide over the devices; names it, its size and what would work."""
-
 
 @dataclass(frozen=True)
 class Parallel:
@@ -39,6 +32,15 @@ class Parallel:
 
     tp: int = 1
     pp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a device of a pipeline stage holds, and `shape`: what it keeps of a token."""
+
+    stage: Stage
+    plan: MemoryPlan
+    shape: CacheShape
 
 
 def split_axes(leaf: jax.ShapeDtypeStruct) -> list[int]:
@@ -56,11 +58,7 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct, tp: int) -> int:
 def check_division(shapes: Shapes, config: ModelConfig, parallel: Parallel) -> None:
     """Raises DivisionError if a parameter does not split evenly, or there are more stages than
     layers."""
-    if parallel.pp > config.num_hidden_layers:
-        raise DivisionError(
-            f"--pipeline-parallel-size {parallel.pp} exceeds num_hidden_layers = "
-            f"{config.num_hidden_layers}: at most {config.num_hidden_layers} works."
-        )
+    check_stages(config.num_hidden_layers, parallel.pp)
     for name, leaf in shapes.items():
         for axis in split_axes(leaf):
             if leaf.shape[axis] % parallel.tp:
@@ -70,17 +68,10 @@ def check_division(shapes: Shapes, config: ModelConfig, parallel: Parallel) -> N
                 )
 
 
-def stage_layers(num_layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage; the first ones take what is left over."""
-    size, rest = divmod(num_layers, stages)
-    starts = [stage * size + min(stage, rest) for stage in range(stages + 1)]
-    return [range(first, last) for first, last in pairwise(starts)]
-
-
 def estimate(
     shapes: Shapes, model: ModelConfig, config: EngineConfig, total: int, parallel: Parallel
-) -> tuple[MemoryPlan, CacheShape, int]:
-    """The plan of the stage that holds the fewest blocks, a token's shape there, and the stage.
+) -> list[StagePlan]:
+    """The plan of each pipeline stage, each with the blocks that it has room for itself.
 
     Args:
         model: as its devices share it (`with_tensor_parallel`), and so are `shapes`.
@@ -91,50 +82,37 @@ def estimate(
         DivisionError: see `check_division`.
     """
     check_division(shapes, model, parallel)
+    whole = CacheShape(
+        num_layers=model.num_hidden_layers,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        dtype=np.dtype(jax.numpy.dtype(config.dtype)),
+    )
     plans = []
-    for stage, layers in enumerate(stage_layers(model.num_hidden_layers, parallel.pp)):
-        last = stage == parallel.pp - 1
+    for stage in make_stages(shapes, parallel.pp):
         holders = Holders(
             total=total,
-            weights=_weight_bytes(shapes, layers, parallel, first=stage == 0, last=last),
-            sampler=_sampler_bytes(model, config, parallel.tp) if last else 0,
-            activations=_step_bytes(model, config, parallel.tp, last=last),
+            weights=sum(shard_bytes(shapes[name], parallel.tp) for name in stage.names),
+            sampler=_sampler_bytes(model, config, parallel.tp, stage),
+            activations=_step_bytes(model, config, parallel.tp, stage),
         )
-        shape = CacheShape(
-            num_layers=len(layers),
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            block_size=config.block_size,
-            dtype=np.dtype(jax.numpy.dtype(config.dtype)),
-        ).on_one_of(parallel.tp)
-        plans.append((divide(config, shape, holders), shape, stage))
-    return min(plans, key=lambda entry: (entry[0].num_blocks, entry[0].budget))
+        shape = stage_cache(whole, stage, parallel.tp)
+        plans.append(StagePlan(stage, divide(config, shape, holders), shape))
+    return plans
 
 
-def _weight_bytes(
-    shapes: Shapes, layers: range, parallel: Parallel, *, first: bool, last: bool
-) -> int:
-    tied = "lm_head.weight" not in shapes
-    total = 0
-    for name, leaf in shapes.items():
-        found = _LAYER.match(name)
-        if found:
-            here = int(found[1]) in layers
-        elif name == "model.embed_tokens.weight":
-            here = first or (last and tied)
-        else:
-            here = last
-        total += shard_bytes(leaf, parallel.tp) if here else 0
-    return total
-
-
-def _sampler_bytes(model: ModelConfig, config: EngineConfig, tp: int) -> int:
+def _sampler_bytes(model: ModelConfig, config: EngineConfig, tp: int, stage: Stage) -> int:
+    """Rows of the last stage, and the last tokens of each lane, on the first one as well."""
     assert config.max_num_seqs
-    return config.max_num_seqs * (model.padded_vocab_size // tp * STATE_BYTES + 4)
+    rows = model.padded_vocab_size // tp * STATE_BYTES if stage.last else 0
+    copies = stage.last + (stage.first and stage.count > 1)
+    return config.max_num_seqs * (rows + copies * stage.count * 4)
 
 
-def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, *, last: bool) -> int:
-    """Scratch of the largest step, and two steps' results, as the engine counts them.
+def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, stage: Stage) -> int:
+    """Scratch of the largest step, and the results of all steps that may be under way, as the
+    engine counts them; every stage but the first holds what the one before sent it, too.
 
     The peak is in a layer's MLP (hidden states twice, gate and up, their product), in its
     attention, or in the sampler. Measured on an H200, in GiB, against this estimate: Llama-3.1-8B
@@ -148,9 +126,19 @@ def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, *, last: bool
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     widest = max(3 * model.intermediate_size, heads) // tp
     layer = tokens * ((2 * model.hidden_size + widest) * width + model.head_dim * 4)
+<<<<<<< HEAD
+    # Each device samples its share of the requests, from all of the vocabulary.
+    rows = -(-requests // tp)
+    sampler = SAMPLER_COPIES * rows * model.vocab_size * 4 if stage.last else 0
+    hidden = tokens * model.hidden_size * width
+    result = requests * result_width(config.max_logprobs) * 4 if stage.last else 0
+    received = 0 if stage.first else hidden
+    return max(layer, sampler) + MATMUL_SCRATCH + (stage.count + 1) * (hidden + result + received)
+=======
     # Each device samples its share of the requests, from all of the vocabulary; what it sends for
     # that is there beside.
     rows, copies = -(-requests // tp), SAMPLER_COPIES + (2 if tp > 1 else 0)
     sampler = copies * rows * model.vocab_size * 4 if last else 0
     result = tokens * model.hidden_size * width + requests * result_width(config.max_logprobs) * 4
     return max(layer, sampler) + MATMUL_SCRATCH + 2 * result
+>>>>>>> 64ac1e4be87ae4331f742d4512def62e62d97a95

@@ -1,17 +1,19 @@
 """Who holds the device's memory, and how many cache blocks are left for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.runner import kv_cache
+from jaxllm.runner.build import make_buckets, make_programs, make_state_shapes
 from jaxllm.runner.kv_cache import GIB, CacheShape
-from jaxllm.runner.mesh import TP_AXIS
-from jaxllm.runner.model_runner import make_buckets, make_programs, make_state_shapes
 from jaxllm.runner.sampler import SamplingMode
-from jaxllm.runner.weights import AbstractModel, Params, flatten
+from jaxllm.runner.stage_step import PipelineState
+from jaxllm.runner.stages import Stage
+from jaxllm.runner.step import DeviceState
+from jaxllm.runner.weights import ModelStage, Params, StagedParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,13 @@ def device_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def plan_memory(
     config: EngineConfig,
-    model: AbstractModel,
-    params: Params,
+    stages: list[ModelStage],
+    params: Params | StagedParams,
     cache_shape: CacheShape,
     vocab_size: int,
-    mesh: Mesh,
-) -> MemoryPlan:
-    """Decides the number of blocks from what weights, sampler and the largest step take.
+) -> list[MemoryPlan]:
+    """Decides the number of blocks from what weights, sampler and the largest step take: a plan
+    for the devices of each stage, all with the blocks of the stage that has room for the fewest.
 
     On a GPU the largest step is compiled and asked; on the CPU the cache gets a fixed share of
     the free memory.
@@ -85,20 +87,43 @@ def plan_memory(
     Raises:
         ValueError: not one request of full length fits; names a flag value that would work.
     """
-    total = kv_cache.device_memory(mesh.local_devices[0])
-    weights = sum(map(device_bytes, flatten(params).values()))
-    shapes = make_state_shapes(config, cache_shape, 1, vocab_size, mesh)
-    sampler = sum(map(device_bytes, jax.tree.leaves((shapes.rows, shapes.last_tokens))))
-    activations = 0
+    total = kv_cache.device_memory(stages[0].mesh.local_devices[0])
+    state = make_state_shapes(config, cache_shape, 1, vocab_size, stages)
+    programs = make_programs(config, stages, params, state)
     if total is not None:
-        programs = make_programs(config, model, params, shapes, mesh)
-        programs.step(make_buckets(config, gpu=True).largest, SamplingMode.FULL)
-        # Two steps may be alive at once, each with its own outputs.
-        activations = programs.peak_temp_bytes + 2 * programs.peak_output_bytes
-    shape = cache_shape.on_one_of(mesh.shape[TP_AXIS])
-    plan = divide(config, shape, Holders(total, weights, sampler, activations))
-    check_fit(config, shape, plan)
-    return plan
+        programs.step(make_buckets(config, gpu=True).largest, SamplingMode.FULL, lane=0)
+    plans = []
+    for part in stages:
+        stage = part.stage
+        holders = Holders(
+            total=total,
+            weights=sum(map(device_bytes, part.shapes.values())),
+            sampler=_sampler_bytes(state, stage),
+            activations=programs.activation_bytes(stage.index, alive=stage.count + 1),
+        )
+        shape = stage_cache(cache_shape, stage, config.tensor_parallel_size)
+        plan = divide(config, shape, holders)
+        check_fit(config, shape, plan)
+        plans.append(plan)
+    return with_fewest_blocks(plans)
+
+
+def _sampler_bytes(state: DeviceState | PipelineState, stage: Stage) -> int:
+    kept = [state.rows, state.last_tokens] if stage.last else []
+    if stage.first and isinstance(state, PipelineState):
+        kept.append(state.fed)
+    return sum(map(device_bytes, jax.tree.leaves(kept)))
+
+
+def stage_cache(shape: CacheShape, stage: Stage, tp: int) -> CacheShape:
+    """What one device of a stage keeps of a token."""
+    return replace(shape, num_layers=len(stage.layers)).on_one_of(tp)
+
+
+def with_fewest_blocks(plans: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+    """The stages' plans with as many blocks as fit on all of them: a block is of all layers."""
+    num_blocks = min(plan.num_blocks for plan in plans)
+    return [plan.with_blocks(num_blocks) for plan in plans]
 
 
 def divide(config: EngineConfig, shape: CacheShape, holders: Holders) -> MemoryPlan:
@@ -157,7 +182,8 @@ def _budget(config: EngineConfig, shape: CacheShape, total: int | None, taken: i
         return config.kv_cache_memory_bytes
     if total is None:
         assert config.max_model_len
-        devices = config.tensor_parallel_size  # they share one memory
+        # They share one memory.
+        devices = config.tensor_parallel_size * config.pipeline_parallel_size
         one_request = -(-config.max_model_len // config.block_size) * shape.bytes_per_block
         available = kv_cache.available_memory()
         return kv_cache.cpu_budget(available, one_request * devices) // devices

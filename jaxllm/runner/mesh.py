@@ -37,6 +37,16 @@ def make_mesh(
     )
 
 
+def stage_meshes(mesh: Mesh) -> list[Mesh]:
+    """The mesh of each pipeline stage: the same axes, pp of size 1."""
+    if mesh.shape[PP_AXIS] == 1:
+        return [mesh]
+    return [
+        Mesh(mesh.devices[stage : stage + 1], mesh.axis_names, axis_types=mesh.axis_types)
+        for stage in range(mesh.shape[PP_AXIS])
+    ]
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

@@ -3,29 +3,27 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.outputs import ScheduledRequest, SchedulerOutput
 from jaxllm.runner import kv_cache
-from jaxllm.runner.buckets import Bucket, Buckets
+from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.build import make_buckets, make_programs, make_state_shapes
+from jaxllm.runner.compiler import LOGPROB_ROWS
 from jaxllm.runner.input_batch import InputBatch
-from jaxllm.runner.mesh import replicated, upload
+from jaxllm.runner.mesh import upload
 from jaxllm.runner.pending import PendingLogprobs, PendingStep, prompt_logprobs_left
-from jaxllm.runner.programs import LOGPROB_ROWS, StepPrograms
 from jaxllm.runner.sampler import SamplingMode, row_setter
-from jaxllm.runner.step import DeviceState, StepOptions, allocate, state_shapes
-from jaxllm.runner.weights import AbstractModel, Params
+from jaxllm.runner.step import allocate
+from jaxllm.runner.weights import ModelStage, Params, StagedParams
 from jaxllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-MULTI_STEPS = 8
-MULTI_STEP_BYTES = 64 * 10**9
 
 
 def _needs_rows(params: SamplingParams) -> bool:
@@ -44,85 +42,13 @@ def sampling_mode(params: SamplingParams) -> SamplingMode:
     return SamplingMode.RANDOM
 
 
-def make_buckets(config: EngineConfig, *, gpu: bool) -> Buckets:
-    """The buckets of a resolved config."""
-    assert config.max_num_seqs
-    assert config.max_num_batched_tokens
-    return Buckets.create(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        gpu=gpu,
-    )
-
-
-def make_state_shapes(
-    config: EngineConfig,
-    cache_shape: kv_cache.CacheShape,
-    num_blocks: int,
-    vocab_size: int,
-    mesh: Mesh,
-) -> DeviceState:
-    """Shapes of everything that stays on the device beside the parameters."""
-    assert config.max_num_seqs
-    cache = kv_cache.array_shapes(cache_shape, num_blocks, mesh)
-    return state_shapes(cache, config.max_num_seqs, vocab_size, mesh)
-
-
-def _num_steps(config: EngineConfig, params: Params, gpu: bool) -> int:
-    """Decode steps to give to the device at once: as many as read MULTI_STEP_BYTES of weights.
-
-    On an H200 that takes about 16 ms, against 2 to 4 ms that a dispatch costs the host; more
-    would only delay newcomers.
-    """
-    if config.num_scheduler_steps is not None:
-        return config.num_scheduler_steps
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    size //= config.tensor_parallel_size
-    return min(max(MULTI_STEP_BYTES // size, 1), MULTI_STEPS) if gpu else 1
-
-
-def make_programs(
-    config: EngineConfig, model: AbstractModel, params: Params, state: DeviceState, mesh: Mesh
-) -> StepPrograms:
-    """The programs for `state` (shapes suffice), none compiled yet."""
-    assert config.max_model_len
-    gpu = mesh.devices.flat[0].platform == "gpu"
-
-    def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
-        # On the CPU compiling costs more than choosing the mode at run time; on a GPU a
-        # run-time choice would make the host wait for it.
-        if not gpu:
-            return (None,)
-        if bucket.decode_only:
-            return tuple(SamplingMode)
-        return (SamplingMode.GREEDY, SamplingMode.FULL)
-
-    return StepPrograms(
-        params,
-        state,
-        options=lambda mode: StepOptions(
-            model.merge,
-            config.block_size,
-            config.attention_backend,
-            config.max_logprobs,
-            mode,
-            mesh if mesh.size > 1 else None,
-        ),
-        table_width=-(-config.max_model_len // config.block_size),
-        packed_sharding=replicated(mesh),
-        modes=modes,
-        num_steps=_num_steps(config, params, gpu),
-        lazy=config.enforce_eager,
-        warn_only=config.allow_compile_after_warmup,
-    )
-
-
 class ModelRunner:
-    """Runs steps on the device. Holds no queue and takes no decision.
+    """Runs steps on the devices. Holds no queue and takes no decision.
 
     Args:
         config: resolved (see EngineConfig.resolve).
-        model: the abstract model; `params` are its arrays.
+        stages: the model's pipeline stages, or the one that is all of it.
+        params: its arrays: those of each stage, where there are several.
         cache_shape: what the cache holds a token.
         num_blocks: cache blocks to allocate.
     """
@@ -130,25 +56,24 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model: AbstractModel,
-        params: Params,
+        stages: list[ModelStage],
+        params: Params | StagedParams,
         *,
-        mesh: Mesh,
         cache_shape: kv_cache.CacheShape,
         num_blocks: int,
         vocab_size: int,
     ) -> None:
         assert config.max_num_seqs
         self._config = config
-        self.model, self.params = model, params
+        self.stages = stages
+        self.params: Any = params
         self.cache_shape = cache_shape
-        self._replicated = replicated(mesh)
         self._vocab_size = vocab_size
-        self._gpu = mesh.devices.flat[0].platform == "gpu"
+        self._gpu = stages[0].mesh.devices.flat[0].platform == "gpu"
         self.buckets = make_buckets(config, gpu=self._gpu)
-        self._shapes = make_state_shapes(config, cache_shape, num_blocks, vocab_size, mesh)
-        self._state = self._shapes
-        self.programs = make_programs(config, model, params, self._shapes, mesh)
+        self._shapes = make_state_shapes(config, cache_shape, num_blocks, vocab_size, stages)
+        self._state: Any = self._shapes
+        self.programs = make_programs(config, stages, params, self._shapes)
         self._input = InputBatch(
             config.max_num_seqs,
             self.programs.table_width,
@@ -231,7 +156,7 @@ class ModelRunner:
     def _dispatch(
         self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode
     ) -> tuple[jax.Array, jax.Array | None]:
-        program = self.programs.step(bucket, mode)
+        program = self.programs.step(bucket, mode, step.lane)
         uploaded = self._upload(step, bucket, mode)
         self._state, result, hidden = program(self.params, self._state, uploaded)
         return result, hidden
@@ -244,9 +169,8 @@ class ModelRunner:
         self._state, results = program(self.params, self._state, uploaded)
         return results
 
-    def _upload(self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode) -> jax.Array:
-        packed = self._input.pack(step, self.programs.layout(bucket), mode)
-        return upload(packed, self._replicated)
+    def _upload(self, step: SchedulerOutput, bucket: Bucket, mode: SamplingMode) -> Any:
+        return self.programs.upload(self._input.pack(step, self.programs.layout(bucket), mode))
 
     def _reset_row(self, slot: int, item: ScheduledRequest | None) -> None:
         """Sets a slot's SamplerRows for the request that now owns it; neutral for None."""
@@ -265,12 +189,12 @@ class ModelRunner:
             stop[[token for token in request.stop_ids if token < vocab]] = True
             self._dirty_rows.add(slot)
         rows = self._set_row(self._state.rows, slot, prompt, counts, bias, stop)
-        self._state = DeviceState(self._state.kv_cache, self._state.last_tokens, rows)
+        self._state = replace(self._state, rows=rows)
 
     def _put_and_run_logprobs(
         self, bucket: Bucket, hidden: Any, start: int, targets: np.ndarray
     ) -> jax.Array:
-        placed = upload((np.int32(start), targets), self._replicated)
+        placed = upload((np.int32(start), targets), self.programs.sharding)
         return self.programs.prompt_logprobs(bucket)(self.params, hidden, *placed)
 
     def _prompt_logprobs(

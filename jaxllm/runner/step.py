@@ -42,8 +42,8 @@ def state_shapes(cache: KVCache, num_slots: int, vocab_size: int, mesh: Mesh) ->
     return DeviceState(cache, last, row_shapes(num_slots, vocab_size, mesh))
 
 
-def allocate(shapes: DeviceState) -> DeviceState:
-    """The state itself, all zeros."""
+def allocate[State](shapes: State) -> State:
+    """The state of one program or of several stages, all zeros."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
@@ -133,11 +133,28 @@ def _run(
     layout: BatchLayout,
     options: StepOptions,
 ) -> tuple[DeviceState, Int[Array, "B C"], Float[Array, "T D"] | None]:
-    bucket = layout.bucket
-    batch = _forward_batch(fields, state.last_tokens, layout, options)
+    batch = forward_batch(fields, state.last_tokens, layout, options)
     model = options.merge(params)
     hidden, kv_cache = model(batch, state.kv_cache)
-    last = hidden if bucket.decode_only else hidden[fields["last_token"]]
+    last_tokens, rows, result = sample_next(
+        model, hidden, fields, state.last_tokens, state.rows, layout, options
+    )
+    state = DeviceState(kv_cache, last_tokens, rows)
+    return state, result, None if layout.bucket.decode_only else hidden
+
+
+def sample_next(
+    model: Any,
+    hidden: Float[Array, "T D"],
+    fields: dict[str, jax.Array],
+    last_tokens: Int[Array, "slots"],
+    rows: SamplerRows,
+    layout: BatchLayout,
+    options: StepOptions,
+) -> tuple[Int[Array, "slots"], SamplerRows, Int[Array, "B C"]]:
+    """Samples after each request's last hidden state: the new last tokens and rows, and the
+    result (see `sample`)."""
+    last = hidden if layout.bucket.decode_only else hidden[fields["last_token"]]
     logits = model.compute_logits(last)
     sampling = SamplingBatch(
         slots=fields["slots"],
@@ -156,7 +173,7 @@ def _run(
     mode = fields["mode"][0] if options.mode is None else options.mode
     result, rows = sample(
         logits,
-        state.rows,
+        rows,
         sampling,
         mode,
         options.max_logprobs,
@@ -165,23 +182,26 @@ def _run(
     )
     # A request whose logits are not finite ends; its slot must still hold a valid id until then.
     tokens = jnp.maximum(result[:, 0], 0)
-    last_tokens = state.last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
-    state = DeviceState(kv_cache, last_tokens, rows)
-    return state, result, None if bucket.decode_only else hidden
+    last_tokens = last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
+    return last_tokens, rows, result
 
 
-def _forward_batch(
+def forward_batch(
     fields: dict[str, jax.Array],
-    last_tokens: Int[Array, "slots"],
+    last_tokens: Int[Array, "slots"] | None,
     layout: BatchLayout,
     options: StepOptions,
 ) -> ForwardBatch:
-    """Requests with one new token stand first, so token i of those is request i's."""
+    """Requests with one new token stand first, so token i of those is request i's.
+
+    Without `last_tokens` there are none to embed: a later pipeline stage needs no token ids.
+    """
     num = layout.bucket.num_requests
     token_ids = fields["token_ids"]
-    head = token_ids[:num]
-    head = jnp.where(head < 0, last_tokens[fields["slots"]], head)
-    token_ids = head if len(token_ids) == num else token_ids.at[:num].set(head)
+    if last_tokens is not None:
+        head = token_ids[:num]
+        head = jnp.where(head < 0, last_tokens[fields["slots"]], head)
+        token_ids = head if len(token_ids) == num else token_ids.at[:num].set(head)
     attention = AttentionMetadata(
         query_start=fields["query_start"],
         seq_lens=fields["seq_lens"],

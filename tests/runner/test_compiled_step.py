@@ -10,10 +10,10 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.models.registry import resolve
 from jaxllm.runner.buckets import Bucket
+from jaxllm.runner.build import make_programs, make_state_shapes
 from jaxllm.runner.kv_cache import CacheShape
 from jaxllm.runner.mesh import make_mesh
-from jaxllm.runner.model_runner import make_programs, make_state_shapes
-from jaxllm.runner.weights import build_abstract, unflatten
+from jaxllm.runner.weights import build_abstract, model_stages, unflatten
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,8 +41,9 @@ def programs() -> Any:
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, num_scheduler_steps=3)
     config = config.resolve(platform="cpu", context_length=256, offline=True)
     shape = CacheShape(LAYERS, 2, 16, BLOCK, jnp.dtype("float32"))
-    state = make_state_shapes(config, shape, BLOCKS, 96, mesh)
-    return make_programs(config, model, unflatten(model.shapes), state, mesh)
+    stages = model_stages(model, mesh)
+    state = make_state_shapes(config, shape, BLOCKS, 96, stages)
+    return make_programs(config, stages, unflatten(model.shapes), state)
 
 
 def lower(programs: Any, bucket: Bucket, several: bool) -> Any:
@@ -80,5 +81,5 @@ def test_a_layer_costs_seven_leaves(programs: Any) -> None:
 
 def test_a_layer_is_lowered_once(programs: Any) -> None:
     text = programs._lower(Bucket(4, 4, True), None).as_text()
-    assert len(re.findall(r"func\.func private @_run_layer", text)) == 1
-    assert len(re.findall(r"call @_run_layer", text)) == LAYERS
+    assert len(re.findall(r"func\.func private @run_layer", text)) == 1
+    assert len(re.findall(r"call @run_layer", text)) == LAYERS

@@ -3,17 +3,12 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-import safetensors.numpy
 
-from jaxllm import EngineConfig, SamplingParams
-from jaxllm.converters.architectures import name_map_for
 from jaxllm.engine.fit import GIB, make_request
 from jaxllm.engine.local_engine import LocalEngine
 from jaxllm.models.registry import resolve
@@ -22,121 +17,20 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.estimate import Parallel
 from jaxllm.runner.memory import device_bytes
 from jaxllm.runner.mesh import make_mesh
-from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode, result_width
-from jaxllm.runner.weights import build_abstract, flatten
+from jaxllm.runner.weights import flatten
+from tests.runner.parallel_models import (
+    BLOCKS,
+    LAYERS,
+    MODELS,
+    SIZES,
+    VOCAB,
+    check_same,
+    generate,
+    make_config,
+)
 
-LAYERS, VOCAB, BLOCKS = 2, 97, 9
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,  # divides over no mesh: padded on every one
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8},
-    "llama-tied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-}
-
-
-def save(folder: Path, name: str) -> Path:
-    """A random checkpoint, its tensors' shapes as the name map says."""
-    config = SIZES | MODELS[name]
-    model_class = resolve(config["architectures"])
-    model_config = model_class.Config.from_hf(config)
-    shapes = build_abstract(model_class, model_config, "float32", make_mesh()).shapes
-    rng = np.random.default_rng(0)
-    tensors: dict[str, np.ndarray] = {}
-    for param, leaf in shapes.items():
-        for rule in name_map_for(config["architectures"]).rules:
-            names = rule.sources(param)
-            shaped = zip(names, rule.op.tensor_shapes(leaf.shape), strict=True) if names else ()
-            for tensor, shape in shaped:
-                tensors[tensor] = rng.normal(0, 0.25, shape).astype(np.float32)
-                if "norm" in tensor:
-                    tensors[tensor] += 1
-    folder.mkdir()
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """Compiling is most of these tests' time; the numbers do not depend on the code's speed."""
-    with pytest.MonkeyPatch.context() as patch:
-        fast = {"xla_backend_optimization_level": 0}
-        patch.setattr(StepPrograms, "_compiler_options", lambda *_: fast)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: save(root / name, name) for name in MODELS}
-
-
-def make_config(folder: Path, tp: int, **changes: Any) -> EngineConfig:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "block_size": 8,
-        "num_gpu_blocks_override": BLOCKS,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 96,
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "compilation_cache_dir": "",
-        "tensor_parallel_size": tp,
-    }
-    return EngineConfig(model=str(folder), **(options | changes))
-
-
-def generate(engine: LocalEngine) -> list[RequestOutput]:
-    """Prompts longer than a step, two with one prefix, more than the cache holds at once."""
-    rng = np.random.default_rng(1)
-    first, second, third = (rng.integers(0, VOCAB, n).tolist() for n in (45, 9, 17))
-    prompts = [first, second, third, first[:24] + second]
-    params = SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2
-    )
-    random = SamplingParams(
-        temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, top_k=20, frequency_penalty=0.5
-    )
-    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    done: dict[str, RequestOutput] = {}
-    for number, (prompt, each) in enumerate(
-        zip(prompts, (params, greedy, random, greedy), strict=True)
-    ):
-        engine.add_request(str(number), prompt, each)
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step()}
-        engine.engine.scheduler.check_integrity()
-    return [done[str(number)] for number in range(len(prompts))]
-
-
-def logprobs_of(output: RequestOutput) -> np.ndarray:
-    """What each token, of the prompt and of the text, was given."""
-    steps = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-    tokens = [*(output.prompt_token_ids or [])[1:], *output.outputs[0].token_ids]
-    return np.array([step[token].logprob for step, token in zip(steps, tokens, strict=True)])
-
-
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, list[RequestOutput]]:
-    found: dict[str, list[RequestOutput]] = {}
-    for name, folder in folders.items():
-        engine = LocalEngine(make_config(folder, 1))
-        found[name] = generate(engine)
-        assert engine.engine.stats().num_preemptions > 0
-    return found
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.mark.parametrize(
@@ -153,10 +47,7 @@ def test_tokens_and_logprobs_are_those_of_one_device(
     folders: dict[str, Path], expected: dict[str, list[RequestOutput]], name: str, tp: int
 ) -> None:
     engine = LocalEngine(make_config(folders[name], tp))
-    for found, wanted in zip(generate(engine), expected[name], strict=True):
-        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
-        if wanted.outputs[0].logprobs:
-            np.testing.assert_allclose(logprobs_of(found), logprobs_of(wanted), atol=1e-4)
+    check_same(generate(engine), expected[name])
     if (name, tp) in (("qwen2", 2), ("qwen3", 4)):
         check_compiled(engine, tp)
     check_bytes(engine, folders[name], tp)
@@ -174,7 +65,7 @@ def check_compiled(engine: LocalEngine, tp: int) -> None:
     if tp == 2:
         return
     shared = sums | {"all-to-all": 1}
-    columns = result_width(programs._options(None).max_logprobs)
+    columns = result_width(programs._common.step(None).max_logprobs)
     for mode in (SamplingMode.RANDOM, SamplingMode.FULL):
         found = collectives(programs._lower(Bucket(2, 2, True), mode))
         assert Counter(kind for _, kind in found) == shared
