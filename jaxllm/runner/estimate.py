@@ -126,19 +126,11 @@ def _step_bytes(model: ModelConfig, config: EngineConfig, tp: int, stage: Stage)
     heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
     widest = max(3 * model.intermediate_size, heads) // tp
     layer = tokens * ((2 * model.hidden_size + widest) * width + model.head_dim * 4)
-<<<<<<< HEAD
-    # Each device samples its share of the requests, from all of the vocabulary.
-    rows = -(-requests // tp)
-    sampler = SAMPLER_COPIES * rows * model.vocab_size * 4 if stage.last else 0
+    # Each device samples its share of the requests, from all of the vocabulary; what it sends for
+    # that is there beside.
+    rows, copies = -(-requests // tp), SAMPLER_COPIES + (2 if tp > 1 else 0)
+    sampler = copies * rows * model.vocab_size * 4 if stage.last else 0
     hidden = tokens * model.hidden_size * width
     result = requests * result_width(config.max_logprobs) * 4 if stage.last else 0
     received = 0 if stage.first else hidden
     return max(layer, sampler) + MATMUL_SCRATCH + (stage.count + 1) * (hidden + result + received)
-=======
-    # Each device samples its share of the requests, from all of the vocabulary; what it sends for
-    # that is there beside.
-    rows, copies = -(-requests // tp), SAMPLER_COPIES + (2 if tp > 1 else 0)
-    sampler = copies * rows * model.vocab_size * 4 if last else 0
-    result = tokens * model.hidden_size * width + requests * result_width(config.max_logprobs) * 4
-    return max(layer, sampler) + MATMUL_SCRATCH + 2 * result
->>>>>>> 64ac1e4be87ae4331f742d4512def62e62d97a95
