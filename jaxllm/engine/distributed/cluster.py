@@ -13,7 +13,9 @@ FLAGS = ("--coordinator-address", "--num-processes", "--process-id")
 def find_processes(config: EngineConfig) -> EngineConfig:
     """`config` with what --distributed stands for filled in.
 
-    JAX is asked in a process of its own, since the server's must stay without it.
+    The devices that are this process's own, if the scheduler tells, go into the variable that JAX
+    reads in the engine process. JAX is asked in a process of its own, once, since the server's must
+    stay without it, and MPI can be asked once only.
 
     Raises:
         ValueError: nothing tells; says what was looked for.
@@ -26,16 +28,18 @@ def find_processes(config: EngineConfig) -> EngineConfig:
     try:
         found, error = here.recv()
     except EOFError:
-        found, error = (None, None, None), "JAX ended without an answer"
+        found, error = (None, None, None, None), "JAX ended without an answer"
     child.join()
-    missing = [flag for flag, value in zip(FLAGS, found, strict=True) if value is None]
+    missing = [flag for flag, value in zip(FLAGS, found, strict=False) if value is None]
     if missing:
         raise ValueError(
             f"--distributed: neither SLURM, Open MPI nor Kubernetes tells {' and '.join(missing)}"
             f"{f' ({error})' if error else ''}. Give the flags, or leave out --distributed to run "
             "alone."
         )
-    address, num_processes, process_id = found
+    address, num_processes, process_id, devices = found
+    if devices is not None:
+        os.environ.setdefault("JAX_LOCAL_DEVICE_IDS", ",".join(map(str, devices)))
     return config.replace(
         coordinator_address=address, num_processes=num_processes, process_id=process_id
     )
@@ -46,13 +50,13 @@ def _ask_jax(answer: Connection, config: EngineConfig) -> None:
     from jax._src.clusters import ClusterEnv
 
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    found = given = address, config.num_processes, config.process_id
+    found = given = address, config.num_processes, config.process_id, None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             found = ClusterEnv.auto_detect_unset_distributed_params(
-                *given, None, None, config.join_timeout
-            )[:3]
+                *given, None, config.join_timeout
+            )
         except Exception as error:
             said_last = f"{type(error).__name__}: {error}"
         else:

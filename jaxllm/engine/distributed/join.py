@@ -65,8 +65,7 @@ def _start_jax(config: EngineConfig, host: str, port: int) -> None:
         coordinator_bind_address=bind_address(host, port),
         num_processes=config.num_processes,
         process_id=config.process_id,
-        # Schedulers give each process its own devices; by hand it has all that it sees.
-        cluster_detection_method=None if config.distributed else "deactivate",
+        cluster_detection_method="deactivate",  # cluster.py has asked, where it was to
         initialization_timeout=config.join_timeout,
         heartbeat_timeout_seconds=SILENCE_S,
         shutdown_timeout_seconds=SHUTDOWN_S,

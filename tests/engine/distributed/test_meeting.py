@@ -155,6 +155,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in os.environ:
         if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR_", "KUBERNETES_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "")  # so that what is set is taken back
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
     return monkeypatch
 
 
@@ -165,6 +167,7 @@ def test_the_schedulers_environment_is_read_by_jax(names, host, environment):
     found = find_processes(EngineConfig(distributed=True))
     assert (found.num_processes, found.process_id) == (2, 1)
     assert str(found.coordinator_address).startswith(host + ":")
+    assert os.environ["JAX_LOCAL_DEVICE_IDS"] == "0"
 
 
 def test_without_a_scheduler_the_flags_are_asked_for_with_what_is_missing(environment):
