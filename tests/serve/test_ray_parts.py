@@ -180,6 +180,7 @@ def test_a_replica_asks_for_the_gpus_of_its_mesh():
 
     assert gpus() == 1
     assert gpus(tensor_parallel_size=4) == 4
+    assert gpus(tensor_parallel_size=4, pipeline_parallel_size=2) == 8
     assert gpus(tensor_parallel_size=4, num_gpus=0) == 0
 
 

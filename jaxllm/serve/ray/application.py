@@ -86,7 +86,7 @@ def make_application(command: Command, options: ReplicaConfig) -> Application:
 
 def num_devices(config: EngineConfig) -> int:
     """Devices of a replica's mesh."""
-    return config.tensor_parallel_size * getattr(config, "pipeline_parallel_size", 1)
+    return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
 def main(argv: Sequence[str] | None = None) -> int:
