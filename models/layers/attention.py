@@ -10,9 +10,10 @@ from jaxllm.models.batch import AttentionMetadata
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Rotation
-from jaxllm.pallas_kernels.paged_attention.api import decode_attention, ragged_attention
+from jaxllm.pallas_kernels.paged_attention.api import AttentionOptions, ragged_attention
+from jaxllm.pallas_kernels.rope_decode.api import rotate_write_attend
 from jaxllm.pallas_kernels.rope_kv_write.api import rotate_and_write
-from jaxllm.pallas_kernels.rope_kv_write.reference import HeadNorm
+from jaxllm.pallas_kernels.rope_kv_write.reference import HeadRotation
 
 
 class Attention(nnx.Module):
@@ -67,9 +68,10 @@ class Attention(nnx.Module):
         """The block's output, and the cache with this step's keys and values written."""
         with jax.named_scope("qkv"):
             qkv = self.qkv_proj(x)
-        norm = None
+        rotation = HeadRotation(rope.cos, rope.sin)
         if self.q_norm is not None and self.k_norm is not None:
-            norm = HeadNorm(self.q_norm.weight[...], self.k_norm.weight[...])
+            weights = self.q_norm.weight[...], self.k_norm.weight[...]
+            rotation = HeadRotation(rope.cos, rope.sin, *weights, eps=self.q_norm.eps)
         write_and_attend = self._write_and_attend
         if metadata.mesh is not None:
             # XLA cannot see into the kernels: left to itself it would gather what they take.
@@ -77,64 +79,41 @@ class Attention(nnx.Module):
             write_and_attend = jax.shard_map(
                 write_and_attend,
                 mesh=metadata.mesh,
-                in_specs=(heads, PartitionSpec(), cache, PartitionSpec(), PartitionSpec()),
+                in_specs=(heads, PartitionSpec(), cache, PartitionSpec()),
                 out_specs=(heads, cache),
                 check_vma=False,
             )
-        out, kv = write_and_attend(qkv, rope, kv, metadata, norm)
+        out, kv = write_and_attend(qkv, rotation, kv, metadata)
         with jax.named_scope("output"):
             return self.o_proj(out), kv
 
     def _write_and_attend(
         self,
         qkv: Float[Array, "T K R H"],
-        rope: Rotation,
+        rotation: HeadRotation,
         kv: Float[Array, "PS 2 K H"],
         metadata: AttentionMetadata,
-        norm: HeadNorm | None,
     ) -> tuple[Float[Array, "T K R-2 H"], Float[Array, "PS 2 K H"]]:
         """The heads of one device."""
-        with jax.named_scope("rope_kv_write"):
-            q, kv = rotate_and_write(
-                qkv,
-                rope.cos,
-                rope.sin,
-                kv,
-                metadata.slot_mapping,
-                norm=norm,
-                norm_eps=0.0 if self.q_norm is None else self.q_norm.eps,
-                backend=metadata.backend,
-            )
-        with jax.named_scope("attention"):
-            tokens, kv_heads, group, head_dim = q.shape
-            out = self._attend(q.reshape(tokens, kv_heads * group, head_dim), kv, metadata)
-            return out.reshape(q.shape), kv
-
-    def _attend(
-        self,
-        q: Float[Array, "T N H"],
-        kv: Float[Array, "PS 2 K H"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "T N H"]:
+        tokens, kv_heads, rows, head_dim = qkv.shape
+        context, slots = (metadata.block_tables, metadata.seq_lens), metadata.slot_mapping
+        options: AttentionOptions = {
+            "block_size": metadata.block_size,
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+        }
+        backend = metadata.backend
         if metadata.decode_only:
-            return decode_attention(
-                q,
-                kv,
-                metadata.block_tables,
-                metadata.seq_lens,
-                block_size=metadata.block_size,
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                backend=metadata.backend,
-            )
-        return ragged_attention(
-            q,
-            kv,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start,
-            block_size=metadata.block_size,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            backend=metadata.backend,
-        )
+            with jax.named_scope("attention"):
+                out, kv = rotate_write_attend(
+                    qkv, rotation, kv, *context, slots, backend=backend, **options
+                )
+        else:
+            with jax.named_scope("rope_kv_write"):
+                q, kv = rotate_and_write(qkv, rotation, kv, slots, backend=backend)
+            with jax.named_scope("attention"):
+                q = q.reshape(tokens, kv_heads * (rows - 2), head_dim)
+                out = ragged_attention(
+                    q, kv, *context, metadata.query_start, backend=backend, **options
+                )
+        return out.reshape(tokens, kv_heads, rows - 2, head_dim), kv

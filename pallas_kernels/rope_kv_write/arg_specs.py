@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.rope_kv_write.reference import HeadNorm
+from jaxllm.pallas_kernels.rope_kv_write.reference import HeadRotation
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ CASES = (
 )
 
 
-def make_arguments(case: RopeCase, seed: int = 0) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Random arrays (by parameter name) and keyword options of a case."""
+def make_arguments(case: RopeCase, seed: int = 0) -> dict[str, Any]:
+    """Random arguments, by name, of a case."""
     rng = np.random.default_rng(seed)
     tokens, size = case.tokens + case.padded_tokens, case.head_dim
     shape = (tokens, case.num_kv_heads, case.group + 2, size)
@@ -46,15 +45,13 @@ def make_arguments(case: RopeCase, seed: int = 0) -> tuple[dict[str, jax.Array],
     slots = case.slots + np.arange(tokens)
     slots[: case.tokens] = rng.permutation(case.slots)[: case.tokens]
     dtype = jnp.dtype(case.dtype)
-    arrays = {
+    weights: list[Any] = [None, None]
+    if case.norm:
+        weights = [jnp.asarray(rng.standard_normal(size), dtype) for _ in range(2)]
+    cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    return {
         "qkv": jnp.asarray(rng.standard_normal(shape), dtype),
-        "cos": jnp.asarray(np.cos(angles), jnp.float32),
-        "sin": jnp.asarray(np.sin(angles), jnp.float32),
+        "rotation": HeadRotation(cos, sin, *weights, eps=1e-6),
         "kv": jnp.asarray(rng.standard_normal((case.slots, 2, case.num_kv_heads, size)), dtype),
         "slot_mapping": jnp.asarray(slots, jnp.int32),
     }
-    options: dict[str, Any] = {}
-    if case.norm:
-        weights = jnp.asarray(rng.standard_normal((2, size)), dtype)
-        options = {"norm": HeadNorm(weights[0], weights[1]), "norm_eps": 1e-6}
-    return arrays, options

@@ -1,7 +1,9 @@
 """The operation in plain XLA: what the kernels are held to, and what runs on the CPU."""
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -9,36 +11,53 @@ from jaxtyping import Array, Float, Int
 _NOWHERE = 2**31 - 1
 
 
-class HeadNorm(NamedTuple):
-    """Weights of the RMS normalization of each query and key head before its rotation (Qwen3)."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cos", "sin", "q_weight", "k_weight"],
+    meta_fields=["eps"],
+)
+@dataclass(frozen=True)
+class HeadRotation:
+    """What is done to each query and key head: RMS normalization, if any (Qwen3), then rotation.
 
-    q_weight: Float[Array, " H"]
-    k_weight: Float[Array, " H"]
+    Attributes:
+        cos, sin: of each token's angles, float32; half is H / 2.
+        q_weight, k_weight: of the normalization, with `eps`; None for both leaves it out.
+    """
+
+    cos: jax.Array  # f32[T, half]
+    sin: jax.Array  # f32[T, half]
+    q_weight: jax.Array | None = None  # [H]
+    k_weight: jax.Array | None = None  # [H]
+    eps: float = 0.0
+
+    def of_queries(self, q: Float[Array, "T *heads H"]) -> Float[Array, "T *heads H"]:
+        return self._turned(q, self.q_weight)
+
+    def of_keys(self, k: Float[Array, "T *heads H"]) -> Float[Array, "T *heads H"]:
+        return self._turned(k, self.k_weight)
+
+    def _turned(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if weight is not None:
+            x = rms_norm(x, weight, self.eps)
+        return rotate(x, self.cos, self.sin)
 
 
 def rotate_and_write(
     qkv: Float[Array, "T K R H"],
-    cos: Float[Array, "T half"],
-    sin: Float[Array, "T half"],
+    rotation: HeadRotation,
     kv: Float[Array, "PS 2 K H"],
     slot_mapping: Int[Array, " T"],
-    *,
-    norm: HeadNorm | None = None,
-    norm_eps: float = 0.0,
 ) -> tuple[Float[Array, "T K R-2 H"], Float[Array, "PS 2 K H"]]:
     """Rotated queries, and the cache with the tokens' rotated keys and their values.
 
     Args:
         qkv: for each kv head its query heads, then its key, then its value: R rows.
-        cos, sin: of each token's angles, float32; half is H / 2.
         slot_mapping: see `write_kv`.
-        norm: if given, queries and keys are normalized by head first, with `norm_eps`.
     """
     group = qkv.shape[2] - 2
     q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-    if norm is not None:
-        q, k = rms_norm(q, norm.q_weight, norm_eps), rms_norm(k, norm.k_weight, norm_eps)
-    return rotate(q, cos, sin), write_kv(kv, rotate(k, cos, sin), v, slot_mapping)
+    return rotation.of_queries(q), write_kv(kv, rotation.of_keys(k), v, slot_mapping)
 
 
 def rms_norm(

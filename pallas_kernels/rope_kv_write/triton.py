@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.rope_kv_write.reference import HeadNorm
+from jaxllm.pallas_kernels.rope_kv_write.reference import HeadRotation
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
@@ -24,34 +24,43 @@ _TOKENS = 4
 
 def rotate_and_write(
     qkv: Float[Array, "T K R H"],
-    cos: Float[Array, "T half"],
-    sin: Float[Array, "T half"],
+    rotation: HeadRotation,
     kv: Float[Array, "PS 2 K H"],
     slot_mapping: Int[Array, " T"],
     *,
-    norm: HeadNorm | None = None,
-    norm_eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T K R-2 H"], Float[Array, "PS 2 K H"]]:
     """See `reference.rotate_and_write`; `interpret` runs on the CPU, slowly.
 
     Raises:
-        NotImplementedError: a rotation of less than the whole head, or an odd head dim.
+        NotImplementedError: a rotation of less than the whole head.
     """
-    if 2 * cos.shape[-1] != qkv.shape[-1]:
-        raise NotImplementedError(f"head_dim {qkv.shape[-1]} with {cos.shape[-1]} angles")
-    return _rotate_and_write(qkv, cos, sin, kv, slot_mapping, norm, norm_eps, interpret)
+    check_served(qkv, rotation)
+    return _rotate_and_write(qkv, rotation, kv, slot_mapping, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("norm_eps", "interpret"))
-def _rotate_and_write(qkv, cos, sin, kv, slot_mapping, norm, norm_eps, interpret):
-    tokens, kv_heads, heads, head_dim = qkv.shape
+def check_served(qkv: jax.Array, rotation: HeadRotation) -> None:
+    """Raises NotImplementedError for a rotation of less than the whole head."""
+    half = rotation.cos.shape[-1]
+    if 2 * half != qkv.shape[-1]:
+        raise NotImplementedError(f"head_dim {qkv.shape[-1]} with {half} angles")
+
+
+def norm_weights(rotation: HeadRotation) -> tuple[jax.Array, ...]:
+    """The weights that a kernel takes: two or none."""
+    if rotation.q_weight is None or rotation.k_weight is None:
+        return ()
+    return rotation.q_weight, rotation.k_weight
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _rotate_and_write(qkv, rotation, kv, slot_mapping, interpret):
+    tokens, kv_heads, rows, head_dim = qkv.shape
     tile = 1 if tokens < 512 else _TOKENS
-    weights = () if norm is None else norm
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tile, eps=norm_eps),
+        functools.partial(_kernel, tile=tile, eps=rotation.eps),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, kv_heads, heads - 2, head_dim), qkv.dtype),
+            jax.ShapeDtypeStruct((tokens, kv_heads, rows - 2, head_dim), qkv.dtype),
             jax.ShapeDtypeStruct(kv.shape, kv.dtype),
         ),
         grid=(kv_heads, pl.cdiv(tokens, tile)),
@@ -59,7 +68,7 @@ def _rotate_and_write(qkv, cos, sin, kv, slot_mapping, norm, norm_eps, interpret
         compiler_params=pltriton.CompilerParams(num_warps=tile, num_stages=1),
         interpret=interpret,
         name="rope_kv_write",
-    )(kv, qkv, cos, sin, slot_mapping, *weights)
+    )(kv, qkv, rotation.cos, rotation.sin, slot_mapping, *norm_weights(rotation))
 
 
 def _kernel(_, qkv_ref, cos_ref, sin_ref, slots_ref, *refs, tile: int, eps: float):

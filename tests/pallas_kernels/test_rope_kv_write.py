@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +6,7 @@ import pytest
 from jaxllm.pallas_kernels.paged_attention.api import decode_attention
 from jaxllm.pallas_kernels.rope_kv_write import api, reference, triton
 from jaxllm.pallas_kernels.rope_kv_write.arg_specs import CASES, RopeCase, make_arguments
-from jaxllm.pallas_kernels.rope_kv_write.reference import write_kv
+from jaxllm.pallas_kernels.rope_kv_write.reference import HeadRotation, write_kv
 from tests.pallas_kernels.cross_lowering import lower_for_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -25,20 +23,17 @@ def _close(case: RopeCase, actual: tuple[jax.Array, ...], wanted: tuple[jax.Arra
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_kernel_agrees_with_the_reference(case: RopeCase) -> None:
-    arrays, options = make_arguments(case)
-    _close(
-        case,
-        triton.rotate_and_write(**arrays, **options, interpret=True),
-        reference.rotate_and_write(**arrays, **options),
-    )
+    arrays = make_arguments(case)
+    found = triton.rotate_and_write(**arrays, interpret=True)
+    _close(case, found, reference.rotate_and_write(**arrays))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_gpu_agrees_with_the_reference(case: RopeCase) -> None:
-    arrays, options = make_arguments(case)
-    wanted = reference.rotate_and_write(**arrays, **options)
-    _close(case, jax.jit(functools.partial(api.rotate_and_write, **options))(**arrays), wanted)
+    arrays = make_arguments(case)
+    wanted = reference.rotate_and_write(**arrays)
+    _close(case, jax.jit(api.rotate_and_write)(**arrays), wanted)
 
 
 def test_the_kernel_lowers_for_cuda_and_writes_its_own_input() -> None:
@@ -53,11 +48,13 @@ def test_a_partial_rotation_is_left_to_the_reference() -> None:
 
 
 def _lowered(head_dim: int, half: int) -> str:
+    def call(qkv, cos, sin, kv, slots):
+        return triton.rotate_and_write(qkv, HeadRotation(cos, sin), kv, slots)
+
     bf16, f32 = jnp.bfloat16, jnp.float32
     shapes = (((256, 8, 6, head_dim), bf16), ((256, half), f32), ((256, half), f32))
     shapes += (((2**14, 2, 8, head_dim), bf16), ((256,), jnp.int32))
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    return lower_for_cuda(triton.rotate_and_write, *arguments)
+    return lower_for_cuda(call, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
 def _new_rows(tokens: int, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:

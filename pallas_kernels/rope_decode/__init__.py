@@ -1,0 +1,1 @@
+"""A decode step's rotation, cache write and attention in one."""
