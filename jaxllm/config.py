@@ -187,6 +187,11 @@ class EngineConfig:
                     "--coordinator-address must be host:port, such as 10.0.0.1:1234, got "
                     f"{self.coordinator_address!r}."
                 )
+        if self.several_processes and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "--pipeline-parallel-size works within one process so far: over several take "
+                "--tensor-parallel-size."
+            )
         if self.process_id is not None and not 0 <= self.process_id < (
             self.num_processes or self.process_id + 1
         ):

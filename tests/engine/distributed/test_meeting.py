@@ -47,6 +47,15 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
             "--process-id must be from 0 to --num-processes 2 less one, got 2",
         ),
         ({"coordinator_address": "host", "num_processes": 2, "process_id": 0}, "must be host:port"),
+        (
+            {
+                "coordinator_address": "h:1",
+                "num_processes": 2,
+                "process_id": 0,
+                "pipeline_parallel_size": 2,
+            },
+            "--pipeline-parallel-size works within one process so far",
+        ),
         ({"num_processes": 0}, "--num-processes must be at least 1"),
     ],
 )
