@@ -29,9 +29,13 @@ def test_tokens_and_logprobs_are_those_of_one_device(
     tp: int,
     pp: int,
 ) -> None:
-    engine = LocalEngine(make_config(folders[name], tp, pp, max_num_seqs=4))
-    lanes = watch_lanes(engine.engine)
+    eager = name != "llama"
+    changes = {"max_num_seqs": pp, "enforce_eager": eager}
+    engine = LocalEngine(make_config(folders[name], tp, pp, **changes))
+    lanes, compiled = watch_lanes(engine.engine), engine.engine.runner.programs.num_compiled
     outputs = generate(engine)
+    # Ahead of time, every stage's programs are there before serving begins.
+    assert eager or engine.engine.runner.programs.num_compiled == compiled > 0
     check_same(outputs, expected[name])
     stats = engine.engine.stats()
     assert stats.num_preemptions > 0
@@ -57,7 +61,7 @@ def watch_lanes(engine: LLMEngine) -> set[int]:
 def check_bytes(engine: LocalEngine, folder: Path, tp: int, pp: int) -> None:
     """What is really on each device, what the engine's tables say, and the plan's."""
     runner = engine.engine.runner
-    config = make_config(folder, tp, pp, max_num_seqs=4)
+    config = make_config(folder, tp, pp, max_num_seqs=pp)
     planned = make_request(config, GIB, Parallel(tp, pp)).stages()
     plans = with_fewest_blocks([each.plan for each in planned])
     assert sum(len(each.stage.layers) for each in planned) == LAYERS
