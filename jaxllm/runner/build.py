@@ -12,7 +12,7 @@ from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.stage_step import PipelineState
 from jaxllm.runner.step import DeviceState, StepOptions, state_shapes
-from jaxllm.runner.weights import ModelStage, Params, StagedParams
+from jaxllm.runner.weights import ModelStage, Params, StagedParams, unflatten
 
 MULTI_STEPS = 8
 MULTI_STEP_BYTES = 64 * 10**9
@@ -68,15 +68,11 @@ def make_programs(
     assert config.max_model_len
     last = stages[-1]
     gpu = last.mesh.devices.flat[0].platform == "gpu"
+    model_config = last.merge(unflatten(last.shapes)).config
 
     def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
-        # On the CPU compiling costs more than choosing the mode at run time; on a GPU a
-        # run-time choice would make the host wait for it.
-        if not gpu:
-            return (None,)
-        if bucket.decode_only:
-            return tuple(SamplingMode)
-        return (SamplingMode.GREEDY, SamplingMode.FULL)
+        # On a GPU a choice at run time would make the host wait for it.
+        return tuple(SamplingMode) if gpu else (None,)
 
     common = ProgramOptions(
         step=lambda mode: StepOptions(
@@ -85,10 +81,12 @@ def make_programs(
             config.attention_backend,
             config.max_logprobs,
             mode,
+            model_config.vocab_size,
             last.mesh if last.mesh.size > 1 else None,
         ),
         table_width=-(-config.max_model_len // config.block_size),
         modes=modes,
+        hidden=(config.dtype, model_config.hidden_size),
         num_devices=last.mesh.size,
         gpu=gpu,
         lazy=config.enforce_eager,
@@ -97,6 +95,7 @@ def make_programs(
     if isinstance(params, list):
         assert isinstance(state, PipelineState)
         return PipelinePrograms(params, state, common, stages)
+    assert isinstance(state, DeviceState)
     return StepPrograms(
         params,
         state,

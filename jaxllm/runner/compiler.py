@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.compiler_options import Options, gpu_options
+from jaxllm.runner.mesh import TP_AXIS
 from jaxllm.runner.sampler import SamplingMode
-from jaxllm.runner.step import StepOptions, prompt_logprobs
+from jaxllm.runner.step import StepOptions, prompt_logprobs, run_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,11 @@ def abstract(tree: Any) -> Any:
 
 def lower_logprobs(params: Any, hidden: Any, options: StepOptions, sharding: NamedSharding) -> Any:
     """The program that turns a mixed step's `hidden` (shapes) into prompt logprobs."""
-    function = partial(
-        prompt_logprobs, merge=options.merge, max_logprobs=options.max_logprobs, mesh=options.mesh
-    )
     count = min(LOGPROB_ROWS, hidden.shape[0])
     scalar, rows = (
         jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for shape in ((), (count,))
     )
-    hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=sharding)
+    function = partial(prompt_logprobs, options=options)
     return jax.jit(function).trace(params, hidden, scalar, rows).lower()
 
 
@@ -73,6 +71,7 @@ class ProgramOptions:
         step: sampling mode -> what a step's program depends on beside its bucket.
         modes: bucket -> the sampling modes that get programs of their own, the lesser first;
             (None,) leaves the mode to run time.
+        hidden: dtype and size of a token's hidden state.
         num_devices: that run a program together.
         lazy: compile on first use, and do not mind.
     """
@@ -80,6 +79,7 @@ class ProgramOptions:
     step: Callable[[SamplingMode | None], StepOptions]
     table_width: int
     modes: Callable[[Bucket], tuple[SamplingMode | None, ...]]
+    hidden: tuple[Any, int]
     num_devices: int
     gpu: bool
     lazy: bool
@@ -87,14 +87,34 @@ class ProgramOptions:
 
 
 class Compiler:
-    """What the compiled steps of one program and those of several stages share."""
+    """What the compiled steps of one program and those of several stages share.
+
+    The sampler is a program of its own, so that the sampling modes of a bucket share the model's.
+
+    Args:
+        params: of the part of the model that makes the logits, or shapes of them.
+        sampler: shapes of the sampler's state.
+        sharding: of a step's numbers on the devices that have the logits.
+        last: the stage of these devices.
+    """
 
     num_steps = 1
     """Decode steps of the programs that `steps` gives."""
 
-    def __init__(self, common: ProgramOptions) -> None:
-        self._common = common
+    def __init__(
+        self,
+        common: ProgramOptions,
+        params: Any,
+        sampler: Any,
+        sharding: NamedSharding,
+        last: int = 0,
+    ) -> None:
+        self._common, self._last = common, last
+        self._head_params, self._sampler_state = abstract(params), abstract(sampler)
+        self.sharding = sharding
         self._layouts: dict[Bucket, BatchLayout] = {}
+        self._samplers: dict[ProgramKey, Any] = {}
+        self._logprob_programs: dict[Bucket, Any] = {}
         self._warm = False
         self._peaks: dict[int, _Peak] = {}
         self.num_compiled = 0
@@ -149,12 +169,61 @@ class Compiler:
         peak = self._peaks.get(stage, _Peak())
         return peak.scratch + alive * peak.results
 
+    def prompt_logprobs(self, bucket: Bucket) -> Any:
+        """The program that turns hidden states of a mixed bucket into prompt logprobs."""
+        if bucket not in self._logprob_programs:
+            self._check_allowed(f"prompt logprobs of {bucket}")
+            lowered = self._lower_logprobs(bucket)
+            self._logprob_programs[bucket] = self._compile(lowered, bucket.num_tokens, self._last)
+        return self._logprob_programs[bucket]
+
+    def _sampler(self, bucket: Bucket, mode: SamplingMode) -> Any:
+        """The program from logits to tokens: (state, upload, logits) -> (state, result)."""
+        key = self.key(bucket, mode)
+        if key not in self._samplers:
+            self._check_allowed(f"{bucket} in sampling mode {mode.name}")
+            lowered = self._lower_sampler(*key)
+            self._samplers[key] = self._compile(lowered, bucket.num_tokens, self._last)
+        return self._samplers[key]
+
     def _keys(self, buckets: list[Bucket]) -> list[ProgramKey]:
-        """A bucket's first mode comes before all others': its matrix products are tuned once, and
-        the other modes find the result."""
-        modes = self._common.modes
-        keys = [(bucket, mode) for bucket in buckets for mode in modes(bucket)]
-        return sorted(keys, key=lambda key: modes(key[0]).index(key[1]))
+        return [(bucket, mode) for bucket in buckets for mode in self._common.modes(bucket)]
+
+    def _shared_jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
+        """The prompt logprobs and the samplers."""
+        for bucket in buckets:
+            if not bucket.decode_only:
+                store = partial(self._logprob_programs.__setitem__, bucket)
+                lower = partial(self._lower_logprobs, bucket)
+                yield Job(store, lower, bucket.num_tokens, self._last)
+        for key in self._keys(buckets):
+            store = partial(self._samplers.__setitem__, key)
+            yield Job(store, partial(self._lower_sampler, *key), key[0].num_tokens, self._last)
+
+    def _packed(self, bucket: Bucket, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct((self.layout(bucket).size,), np.int32, sharding=sharding)
+
+    def _logits_sharding(self) -> NamedSharding:
+        return NamedSharding(self.sharding.mesh, PartitionSpec(None, TP_AXIS))
+
+    def _lower_sampler(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
+        vocab = self._sampler_state[0].logit_bias.shape[1]
+        shape, sharding = (bucket.num_requests, vocab), self._logits_sharding()
+        logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        state = self._sampler_state
+        function = partial(run_sampler, layout=self.layout(bucket), options=self._common.step(mode))
+        shardings = None
+        if sharding.mesh.size > 1:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, state), self.sharding
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=shardings)
+        return jitted.trace(state, self._packed(bucket, self.sharding), logits).lower()
+
+    def _lower_logprobs(self, bucket: Bucket) -> Any:
+        dtype, size = self._common.hidden
+        shape = (bucket.num_tokens, size)
+        hidden = jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+        options = self._common.step(None)
+        return lower_logprobs(self._head_params, hidden, options, self.sharding)
 
     def _check_allowed(self, what: str) -> None:
         if self._common.lazy or not self._warm:

@@ -1,6 +1,6 @@
 """The compiled steps of an engine whose devices all run the same program."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,18 +9,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compiler import (
-    Compiler,
-    Job,
-    ProgramKey,
-    ProgramOptions,
-    abstract,
-    lower_logprobs,
-)
+from jaxllm.runner.compiler import Compiler, Job, ProgramKey, ProgramOptions, abstract
 from jaxllm.runner.mesh import upload
 from jaxllm.runner.sampler import SamplingMode
-from jaxllm.runner.step import run_step, run_steps
+from jaxllm.runner.step import DeviceState, run_model, run_steps
 
+Step = tuple[DeviceState, jax.Array, jax.Array | None]
 MULTI_STEP_REQUESTS = 8
 """Largest decode bucket with programs of several steps."""
 
@@ -37,32 +31,26 @@ class StepPrograms(Compiler):
     def __init__(
         self,
         params: Any,
-        state: Any,
+        state: DeviceState,
         common: ProgramOptions,
         *,
         packed_sharding: NamedSharding,
         num_steps: int,
     ) -> None:
-        super().__init__(common)
+        super().__init__(common, params, (state.rows, state.last_tokens), packed_sharding)
         self._params, self._state = abstract(params), abstract(state)
-        self.sharding = packed_sharding
-        self._programs: dict[ProgramKey, Any] = {}
-        self._logprob_programs: dict[Bucket, Any] = {}
+        self._programs: dict[Bucket, Any] = {}
         self._multi_programs: dict[ProgramKey, Any] = {}
         self.num_steps = num_steps
 
     def jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
-        keys = self._keys(buckets)
-        for key in keys:
-            store = partial(self._programs.__setitem__, key)
-            yield Job(store, partial(self._lower, *key), key[0].num_tokens)
-        for key in filter(self.has_steps, keys):
+        for bucket in buckets:
+            store = partial(self._programs.__setitem__, bucket)
+            yield Job(store, partial(self._lower, bucket), bucket.num_tokens)
+        for key in filter(self.has_steps, self._keys(buckets)):
             store = partial(self._multi_programs.__setitem__, key)
             yield Job(store, partial(self._lower_steps, *key), key[0].num_tokens)
-        for bucket in buckets:
-            if not bucket.decode_only:
-                store = partial(self._logprob_programs.__setitem__, bucket)
-                yield Job(store, partial(self._lower_logprobs, bucket), bucket.num_tokens)
+        yield from self._shared_jobs(buckets)
 
     def upload(self, packed: np.ndarray) -> jax.Array:
         """A step's numbers, on all devices."""
@@ -85,39 +73,23 @@ class StepPrograms(Compiler):
             self._multi_programs[key] = self._compile(self._lower_steps(*key), bucket.num_tokens)
         return self._multi_programs[key]
 
-    def step(self, bucket: Bucket, mode: SamplingMode, lane: int) -> Any:
-        """The program for a step: (params, state, upload) -> (state, result, hidden or None).
-        There is one lane only."""
-        key = self.key(bucket, mode)
-        if key not in self._programs:
-            self._check_allowed(f"{bucket} in sampling mode {mode.name}")
-            self._programs[key] = self._compile(self._lower(*key), bucket.num_tokens)
-        return self._programs[key]
+    def step(self, bucket: Bucket, mode: SamplingMode, lane: int) -> Callable[..., Step]:
+        """A step: (params, state, upload) -> (state, result, hidden or None). There is one lane
+        only."""
+        if bucket not in self._programs:
+            self._check_allowed(str(bucket))
+            self._programs[bucket] = self._compile(self._lower(bucket), bucket.num_tokens)
+        return partial(_run, self._programs[bucket], self._sampler(bucket, mode))
 
-    def prompt_logprobs(self, bucket: Bucket) -> Any:
-        """The program that turns hidden states of a mixed bucket into prompt logprobs."""
-        if bucket not in self._logprob_programs:
-            self._check_allowed(f"prompt logprobs of {bucket}")
-            self._logprob_programs[bucket] = self._compile(
-                self._lower_logprobs(bucket), bucket.num_tokens
-            )
-        return self._logprob_programs[bucket]
-
-    def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
-        size = self.layout(bucket).size
-        return jax.ShapeDtypeStruct((size,), np.int32, sharding=self.sharding)
-
-    def _results(self, count: int) -> Any:
-        """The shardings of a step's new state, where it was, and of its `count` results."""
-        if self.sharding.mesh.size == 1:
-            return None
-        state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-        return state, *[self.sharding] * count
-
-    def _lower(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
-        step = partial(run_step, layout=self.layout(bucket), options=self._common.step(mode))
-        jitted = jax.jit(step, donate_argnums=(1,), out_shardings=self._results(2))
-        return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
+    def _lower(self, bucket: Bucket) -> Any:
+        step = partial(run_model, layout=self.layout(bucket), options=self._common.step(None))
+        shardings = None
+        if self.sharding.mesh.size > 1:
+            cache = jax.tree.map(lambda leaf: leaf.sharding, self._state.kv_cache)
+            shardings = cache, self._logits_sharding(), self.sharding
+        jitted = jax.jit(step, donate_argnums=(1,), out_shardings=shardings)
+        state, packed = self._state, self._packed(bucket, self.sharding)
+        return jitted.trace(self._params, state.kv_cache, state.last_tokens, packed).lower()
 
     def _lower_steps(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
         steps = partial(
@@ -126,11 +98,15 @@ class StepPrograms(Compiler):
             options=self._common.step(mode),
             count=self.num_steps,
         )
-        jitted = jax.jit(steps, donate_argnums=(1,), out_shardings=self._results(1))
-        return jitted.trace(self._params, self._state, self._packed(bucket)).lower()
+        shardings = None
+        if self.sharding.mesh.size > 1:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state), self.sharding
+        jitted = jax.jit(steps, donate_argnums=(1,), out_shardings=shardings)
+        packed = self._packed(bucket, self.sharding)
+        return jitted.trace(self._params, self._state, packed).lower()
 
-    def _lower_logprobs(self, bucket: Bucket) -> Any:
-        options = self._common.step(None)
-        step = partial(run_step, layout=self.layout(bucket), options=options)
-        hidden = jax.eval_shape(step, self._params, self._state, self._packed(bucket))[2]
-        return lower_logprobs(self._params, hidden, options, self.sharding)
+
+def _run(program: Any, sampler: Any, params: Any, state: DeviceState, uploaded: jax.Array) -> Step:
+    cache, logits, hidden = program(params, state.kv_cache, state.last_tokens, uploaded)
+    (rows, last_tokens), result = sampler((state.rows, state.last_tokens), uploaded, logits)
+    return DeviceState(cache, last_tokens, rows), result, hidden

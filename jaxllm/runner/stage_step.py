@@ -1,4 +1,4 @@
-"""The jitted functions of a pipeline stage: the layers it has, and on the last one the sampler."""
+"""The jitted functions of a pipeline stage: the layers it has, and on the last one the head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,8 @@ from jaxllm.models.causal_lm import run_layer
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.sampler import SamplerRows
 from jaxllm.runner.stages import Stage
-from jaxllm.runner.step import StepOptions, forward_batch, sample_next
+from jaxllm.runner.step import StepOptions, forward_batch, next_logits
 from jaxllm.runner.weights import Params
-
-LastState = tuple[KVCache, SamplerRows]
-"""What the last stage keeps and updates in place."""
 
 
 @jax.tree_util.register_dataclass
@@ -77,32 +74,22 @@ def run_middle(
 
 def run_last(
     params: Params,
-    state: LastState,
+    cache: KVCache,
     packed: Int[Array, "packed"],
     x: Float[Array, "T D"],
-    last_tokens: Int[Array, "slots"],
     *,
     stage: Stage,
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[LastState, Int[Array, "slots"], Int[Array, "B C"], Float[Array, "T D"] | None]:
-    """Runs the last layers and samples.
-
-    Returns:
-        The new state and last tokens, the sampler's result (see `sample`), and for mixed buckets
-        the hidden states of all tokens.
-    """
-    cache, rows = state
+) -> tuple[KVCache, Float[Array, "B V"], Float[Array, "T D"] | None]:
+    """Runs the last layers and the head; see `run_model` for what it returns."""
     fields = layout.unpack(packed)
     model = options.merge(params)
     batch = forward_batch(fields, None, layout, options)
     cache, x = _run_layers(model, batch, cache, x, stage)
     with jax.named_scope("final_norm"):
         hidden = model.norm(x)
-    last_tokens, rows, result = sample_next(
-        model, hidden, fields, last_tokens, rows, layout, options
-    )
-    return (cache, rows), last_tokens, result, None if layout.bucket.decode_only else hidden
+    return cache, *next_logits(model, hidden, fields, layout)
 
 
 def _run_layers(

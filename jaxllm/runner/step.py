@@ -25,6 +25,10 @@ from jaxllm.runner.sampler import (
 from jaxllm.runner.sharded_logits import shared_logprobs
 from jaxllm.runner.weights import Params
 
+SamplerState = tuple[SamplerRows, jax.Array]
+"""What the sampler keeps and updates in place: its rows, and i32[slots], what each slot sampled
+last."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class StepOptions:
     Attributes:
         merge: params -> model module.
         mode: None leaves the sampling mode to run time.
+        vocab_size: without the padding that a mesh may need.
         mesh: whose axis tp shares out heads and vocabulary; None for one device.
     """
 
@@ -62,24 +67,38 @@ class StepOptions:
     backend: str
     max_logprobs: int
     mode: SamplingMode | None
+    vocab_size: int
     mesh: Mesh | None = None
 
 
-def run_step(
+def run_model(
     params: Params,
-    state: DeviceState,
+    cache: KVCache,
+    last_tokens: Int[Array, "slots"],
     packed: Int[Array, "packed"],
     *,
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[DeviceState, Int[Array, "B C"], Float[Array, "T D"] | None]:
-    """One step: embeds, attends, writes the cache, samples.
+) -> tuple[KVCache, Float[Array, "B V"], Float[Array, "T D"] | None]:
+    """A step up to the logits: embeds, attends, writes the cache.
 
     Returns:
-        The new state, the sampler's result (see `sample`), and for mixed buckets the hidden
-        states of all tokens, from which prompt logprobs are made when a request asks for them.
+        The new cache, the logits after each request's last token, and for mixed buckets the
+        hidden states of all tokens, from which prompt logprobs are made when a request asks.
     """
-    return _run(params, state, layout.unpack(packed), layout, options)
+    return _run_model(params, cache, last_tokens, layout.unpack(packed), layout, options)
+
+
+def run_sampler(
+    state: SamplerState,
+    packed: Int[Array, "packed"],
+    logits: Float[Array, "B V"],
+    *,
+    layout: BatchLayout,
+    options: StepOptions,
+) -> tuple[SamplerState, Int[Array, "B C"]]:
+    """The rest of a step: the new state, and the sampler's result (see `sample`)."""
+    return _run_sampler(state, layout.unpack(packed), logits, options)
 
 
 def run_steps(
@@ -102,8 +121,10 @@ def run_steps(
     def body(i: jax.Array, carry: tuple[DeviceState, jax.Array]) -> tuple[DeviceState, jax.Array]:
         state, results = carry
         later = _advance(fields, i, options.block_size)
-        state, result, _ = _run(params, state, later, layout, options)
-        return state, results.at[i].set(result)
+        last, rows = state.last_tokens, state.rows
+        cache, logits, _ = _run_model(params, state.kv_cache, last, later, layout, options)
+        (rows, last), result = _run_sampler((rows, last), later, logits, options)
+        return DeviceState(cache, last, rows), results.at[i].set(result)
 
     # The trip count is known, so XLA does not make the host wait for each turn.
     return lax.fori_loop(0, count, body, (state, results))
@@ -126,36 +147,35 @@ def _advance(fields: dict[str, jax.Array], i: jax.Array, block_size: int) -> dic
     }
 
 
-def _run(
+def _run_model(
     params: Params,
-    state: DeviceState,
-    fields: dict[str, jax.Array],
-    layout: BatchLayout,
-    options: StepOptions,
-) -> tuple[DeviceState, Int[Array, "B C"], Float[Array, "T D"] | None]:
-    batch = forward_batch(fields, state.last_tokens, layout, options)
-    model = options.merge(params)
-    hidden, kv_cache = model(batch, state.kv_cache)
-    last_tokens, rows, result = sample_next(
-        model, hidden, fields, state.last_tokens, state.rows, layout, options
-    )
-    state = DeviceState(kv_cache, last_tokens, rows)
-    return state, result, None if layout.bucket.decode_only else hidden
-
-
-def sample_next(
-    model: Any,
-    hidden: Float[Array, "T D"],
-    fields: dict[str, jax.Array],
+    cache: KVCache,
     last_tokens: Int[Array, "slots"],
-    rows: SamplerRows,
+    fields: dict[str, jax.Array],
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[Int[Array, "slots"], SamplerRows, Int[Array, "B C"]]:
-    """Samples after each request's last hidden state: the new last tokens and rows, and the
-    result (see `sample`)."""
-    last = hidden if layout.bucket.decode_only else hidden[fields["last_token"]]
-    logits = model.compute_logits(last)
+) -> tuple[KVCache, Float[Array, "B V"], Float[Array, "T D"] | None]:
+    model = options.merge(params)
+    hidden, cache = model(forward_batch(fields, last_tokens, layout, options), cache)
+    return cache, *next_logits(model, hidden, fields, layout)
+
+
+def next_logits(
+    model: Any, hidden: Float[Array, "T D"], fields: dict[str, jax.Array], layout: BatchLayout
+) -> tuple[Float[Array, "B V"], Float[Array, "T D"] | None]:
+    """Logits after each request's last token, and `hidden` where others may want it."""
+    if layout.bucket.decode_only:
+        return model.compute_logits(hidden), None
+    return model.compute_logits(hidden[fields["last_token"]]), hidden
+
+
+def _run_sampler(
+    state: SamplerState,
+    fields: dict[str, jax.Array],
+    logits: Float[Array, "B V"],
+    options: StepOptions,
+) -> tuple[SamplerState, Int[Array, "B C"]]:
+    rows, last_tokens = state
     sampling = SamplingBatch(
         slots=fields["slots"],
         write_slots=fields["write_slots"],
@@ -178,12 +198,12 @@ def sample_next(
         mode,
         options.max_logprobs,
         mesh=options.mesh,
-        vocab_size=model.config.vocab_size,
+        vocab_size=options.vocab_size,
     )
     # A request whose logits are not finite ends; its slot must still hold a valid id until then.
     tokens = jnp.maximum(result[:, 0], 0)
     last_tokens = last_tokens.at[fields["write_slots"]].set(tokens, mode="drop")
-    return last_tokens, rows, result
+    return (rows, last_tokens), result
 
 
 def forward_batch(
@@ -221,17 +241,15 @@ def prompt_logprobs(
     start: Int[Array, ""],
     targets: Int[Array, "C"],
     *,
-    merge: Callable[[Params], Any],
-    max_logprobs: int,
-    mesh: Mesh | None = None,
+    options: StepOptions,
 ) -> Int[Array, "C cols"]:
     """Logprobs of `targets`, each predicted by one of the C rows of `hidden` from `start` on.
 
     C rows at a time bound the memory: 8192 rows of a 152k vocabulary would take 5 GB.
     """
     rows = lax.dynamic_slice_in_dim(hidden, start, targets.shape[0])
-    model = merge(params)
-    logits = model.compute_logits(rows)
+    logits = options.merge(params).compute_logits(rows)
+    count, mesh = options.max_logprobs, options.mesh
     if mesh is not None:
-        return shared_logprobs(logits, targets, max_logprobs, mesh, model.config.vocab_size)
-    return token_logprobs(logits, targets, max_logprobs)
+        return shared_logprobs(logits, targets, count, mesh, options.vocab_size)
+    return token_logprobs(logits, targets, count)

@@ -47,7 +47,7 @@ def programs() -> Any:
 
 
 def lower(programs: Any, bucket: Bucket, several: bool) -> Any:
-    return programs._lower_steps(bucket, None) if several else programs._lower(bucket, None)
+    return programs._lower_steps(bucket, None) if several else programs._lower(bucket)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,6 @@ def test_a_layer_costs_seven_leaves(programs: Any) -> None:
 
 
 def test_a_layer_is_lowered_once(programs: Any) -> None:
-    text = programs._lower(Bucket(4, 4, True), None).as_text()
+    text = programs._lower(Bucket(4, 4, True)).as_text()
     assert len(re.findall(r"func\.func private @run_layer", text)) == 1
     assert len(re.findall(r"call @run_layer", text)) == LAYERS

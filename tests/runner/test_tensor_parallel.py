@@ -17,6 +17,7 @@ from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.estimate import Parallel
 from jaxllm.runner.memory import device_bytes
 from jaxllm.runner.mesh import make_mesh
+from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode, result_width
 from jaxllm.runner.weights import flatten
 from tests.runner.parallel_models import (
@@ -56,19 +57,19 @@ def test_tokens_and_logprobs_are_those_of_one_device(
 def check_compiled(engine: LocalEngine, tp: int) -> None:
     """Two sums a layer and one for the embedding; only results are gathered, never logits."""
     programs = engine.engine.runner.programs
-    sums = {"all-reduce": 2 * LAYERS + 1, "all-gather": 1}
+    assert isinstance(programs, StepPrograms)
     for bucket in (Bucket(2, 2, True), Bucket(16, 2, False)):
-        found = collectives(programs._lower(bucket, SamplingMode.GREEDY))
-        assert Counter(kind for _, kind in found) == sums
-        gathered = next(shape for shape, kind in found if kind == "all-gather")
+        found = collectives(programs._lower(bucket))
+        assert Counter(kind for _, kind in found) == {"all-reduce": 2 * LAYERS + 1}
+        [(gathered, kind)] = collectives(programs._lower_sampler(bucket, SamplingMode.GREEDY))
+        assert kind == "all-gather"
         assert gathered.startswith(f"s32[2,{tp},2]")
     if tp == 2:
         return
-    shared = sums | {"all-to-all": 1}
     columns = result_width(programs._common.step(None).max_logprobs)
     for mode in (SamplingMode.RANDOM, SamplingMode.FULL):
-        found = collectives(programs._lower(Bucket(2, 2, True), mode))
-        assert Counter(kind for _, kind in found) == shared
+        found = collectives(programs._lower_sampler(Bucket(2, 2, True), mode))
+        assert Counter(kind for _, kind in found) == {"all-to-all": 1, "all-gather": 1}
         gathered = next(shape for shape, kind in found if kind == "all-gather")
         assert gathered.startswith(f"s32[{tp},{columns}]")
     found = collectives(programs._lower_logprobs(Bucket(16, 2, False)))
