@@ -27,6 +27,7 @@ EXEMPT = {
     "pallas_kernels/paged_attention/mosaic_ragged.py: _compute": BODY,
     "pallas_kernels/paged_attention/mosaic_ragged.py: _kernel": BODY,
     "pallas_kernels/paged_attention/mosaic_ragged.py: one_item": BODY,
+    "pallas_kernels/paged_attention/triton_decode.py: _decode_kernel": BODY,
     "pallas_kernels/paged_attention/triton_decode.py: decode_attention": SIGNATURE,
     "pallas_kernels/paged_attention/triton_ragged.py: ragged_attention": SIGNATURE,
 }

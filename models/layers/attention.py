@@ -10,8 +10,11 @@ from jaxllm.models.batch import AttentionMetadata
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Rotation
-from jaxllm.pallas_kernels.paged_attention.api import AttentionOptions, ragged_attention
-from jaxllm.pallas_kernels.rope_decode.api import rotate_write_attend
+from jaxllm.pallas_kernels.paged_attention.api import (
+    AttentionOptions,
+    decode_attention,
+    ragged_attention,
+)
 from jaxllm.pallas_kernels.rope_kv_write.api import rotate_and_write
 from jaxllm.pallas_kernels.rope_kv_write.reference import HeadRotation
 
@@ -95,25 +98,22 @@ class Attention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T K R-2 H"], Float[Array, "PS 2 K H"]]:
         """The heads of one device."""
-        tokens, kv_heads, rows, head_dim = qkv.shape
-        context, slots = (metadata.block_tables, metadata.seq_lens), metadata.slot_mapping
         options: AttentionOptions = {
             "block_size": metadata.block_size,
             "scale": self.scale,
             "sliding_window": self.sliding_window,
         }
-        backend = metadata.backend
-        if metadata.decode_only:
-            with jax.named_scope("attention"):
-                out, kv = rotate_write_attend(
-                    qkv, rotation, kv, *context, slots, backend=backend, **options
-                )
-        else:
-            with jax.named_scope("rope_kv_write"):
-                q, kv = rotate_and_write(qkv, rotation, kv, slots, backend=backend)
-            with jax.named_scope("attention"):
-                q = q.reshape(tokens, kv_heads * (rows - 2), head_dim)
-                out = ragged_attention(
-                    q, kv, *context, metadata.query_start, backend=backend, **options
-                )
-        return out.reshape(tokens, kv_heads, rows - 2, head_dim), kv
+        with jax.named_scope("rope_kv_write"):
+            q, kv = rotate_and_write(
+                qkv, rotation, kv, metadata.slot_mapping, backend=metadata.backend
+            )
+        with jax.named_scope("attention"):
+            tokens, kv_heads, group, head_dim = q.shape
+            q = q.reshape(tokens, kv_heads * group, head_dim)
+            arrays = (q, kv, metadata.block_tables, metadata.seq_lens)
+            if metadata.decode_only:
+                out = decode_attention(*arrays, backend=metadata.backend, **options)
+            else:
+                start = metadata.query_start
+                out = ragged_attention(*arrays, start, backend=metadata.backend, **options)
+            return out.reshape(tokens, kv_heads, group, head_dim), kv

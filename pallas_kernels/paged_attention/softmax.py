@@ -31,10 +31,7 @@ class Scoring:
 
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """f32[M, C], times log2(e), of q [M, H] and k [C, H]."""
-        return self.of(dot(q, k, contract_k=1))
-
-    def of(self, s: jax.Array) -> jax.Array:
-        """The scores, times log2(e), of products q·k."""
+        s = dot(q, k, contract_k=1)
         if self.logit_soft_cap is None:
             return s * (self.scale * LOG2E)
         capped = jnp.tanh(s * (self.scale / self.logit_soft_cap))

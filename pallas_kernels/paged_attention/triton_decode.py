@@ -6,7 +6,6 @@ when requests are few; the splits' partial softmaxes are merged by a second smal
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,7 +61,7 @@ def decode_attention(
     return _decode(q, kv, block_tables, seq_lens, sinks, scoring, config, interpret)
 
 
-def check_served(q: jax.Array | jax.ShapeDtypeStruct, kv: jax.Array) -> None:
+def check_served(q: jax.Array, kv: jax.Array) -> None:
     """Raises NotImplementedError for shapes and dtypes that the Triton kernels do not serve."""
     if q.shape[-1] > 256:
         raise NotImplementedError(f"head_dim {q.shape[-1]} > 256")
@@ -76,41 +75,29 @@ def check_served(q: jax.Array | jax.ShapeDtypeStruct, kv: jax.Array) -> None:
 
 @functools.partial(jax.jit, static_argnames=("scoring", "config", "interpret"))
 def _decode(q, kv, block_tables, seq_lens, sinks, scoring, config, interpret):
+    requests, heads, head_dim = q.shape
     kv_heads, splits = kv.shape[2], config.num_splits
+    partial_shapes = (
+        jax.ShapeDtypeStruct((requests, heads, splits, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((requests, heads, splits), jnp.float32),
+        jax.ShapeDtypeStruct((requests, heads, splits), jnp.float32),
+    )
+    kernel = functools.partial(_decode_kernel, scoring=scoring, config=config)
     inputs = (q, kv, block_tables, seq_lens)
     if splits == 1 and sinks is not None:
         inputs += (sinks,)
     out = pl.pallas_call(
-        functools.partial(_decode_kernel, scoring=scoring, config=config),
-        out_shape=attended_shapes(q, splits),
-        grid=(kv_heads, splits, q.shape[0]),
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype) if splits == 1 else partial_shapes,
+        grid=(kv_heads, splits, requests),
         compiler_params=pltriton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_decode_attention",
     )(*inputs)
-    return out[0] if splits == 1 else combine(out, sinks, q, interpret)
-
-
-def attended_shapes(q: Any, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernel writes for queries like `q` [B, N, H]: the output, or with several splits
-    each one's accumulator, largest score and total."""
     if splits == 1:
-        return (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    each = (*q.shape[:2], splits)
-    shapes = ((*each, q.shape[2]), each, each)
-    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-
-
-def combine(
-    partials: Sequence[jax.Array],
-    sinks: Float[Array, " N"] | None,
-    q: Any,
-    interpret: bool,
-) -> Float[Array, "B N H"]:
-    """Merges the splits' partial softmaxes, as `attended_shapes` has them."""
-    requests, heads, _ = q.shape
+        return out
     return pl.pallas_call(
         functools.partial(_combine_kernel, with_sinks=sinks is not None),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -118,107 +105,79 @@ def combine(
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_combine",
-    )(*partials, *(() if sinks is None else (sinks,)))
+    )(*out, *(() if sinks is None else (sinks,)))
 
 
 def _decode_kernel(
     q_ref, kv_ref, tables_ref, lens_ref, *refs: Any, scoring: Scoring, config: DecodeConfig
 ):
-    head_dim = q_ref.shape[2]
-    tile = Tile(scoring, config, kv_heads=kv_ref.shape[2], heads=q_ref.shape[1], head_dim=head_dim)
-    seq_len = lens_ref[tile.request]
-    start, stop = tile.share(seq_len, seq_len)
+    kv_head, split, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    heads, head_dim = q_ref.shape[1:]
+    group = heads // kv_ref.shape[2]
+    rows = max(_MIN_ROWS, power_of_two(group))
+    row, col = jnp.arange(rows), jnp.arange(power_of_two(head_dim))
+    head = kv_head * group + row  # rows beyond the group are masked
+
+    seq_len = lens_ref[request]
+    first = jnp.int32(0)
+    if scoring.sliding_window is not None:
+        first = jnp.maximum(seq_len - scoring.sliding_window, 0)
+    first_tile = lax.div(first, jnp.int32(config.block_kv))
+    tiles = cdiv(seq_len, config.block_kv) - first_tile
+    share = cdiv(tiles, config.num_splits)
+    start = first_tile + split * share
+    stop = jnp.minimum(start + share, first_tile + tiles)
 
     def attend():
         q = pltriton.load(
-            q_ref.at[tile.request, tile.head[:, None], tile.col[None, :]],
-            mask=tile.stored,
+            q_ref.at[request, head[:, None], col[None, :]],
+            mask=(row[:, None] < group) & (col[None, :] < head_dim),
             other=0.0,
         )
-        acc = jnp.zeros(tile.stored.shape, jnp.float32)
-        top = jnp.full(tile.head.shape, NO_SCORE, jnp.float32)
-        carry = (acc, top, jnp.zeros(tile.head.shape, jnp.float32))
-        return tile.walk(q, kv_ref, tables_ref, start, stop, seq_len, seq_len, carry)
-
-    tile.attend_and_store(attend, start < stop, refs)
-
-
-class Tile:
-    """What one program computes: a request's query group of one kv head, over a split."""
-
-    def __init__(
-        self, scoring: Scoring, config: DecodeConfig, *, kv_heads: int, heads: int, head_dim: int
-    ) -> None:
-        self.kv_head, self.split, self.request = (pl.program_id(axis) for axis in range(3))
-        self.scoring, self.config, self.head_dim = scoring, config, head_dim
-        group = heads // kv_heads
-        rows = max(_MIN_ROWS, power_of_two(group))
-        self.row, self.col = jnp.arange(rows), jnp.arange(power_of_two(head_dim))
-        self.head = self.kv_head * group + self.row  # rows beyond the group are masked
-        self.in_group = self.row < group
-        self.stored = self.in_group[:, None] & (self.col[None, :] < head_dim)
-
-    def first(self, seq_len: jax.Array) -> jax.Array:
-        """The first position that the last one sees."""
-        if self.scoring.sliding_window is None:
-            return jnp.int32(0)
-        return jnp.maximum(seq_len - self.scoring.sliding_window, 0)
-
-    def share(self, seq_len: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The split's tiles of the positions seen before `end`: first and one past the last."""
-        block_kv, splits = self.config.block_kv, self.config.num_splits
-        first_tile = lax.div(self.first(seq_len), jnp.int32(block_kv))
-        tiles = cdiv(end, block_kv) - first_tile
-        share = cdiv(tiles, splits)
-        start = first_tile + self.split * share
-        return start, jnp.minimum(start + share, first_tile + tiles)
-
-    def walk(self, q, kv_ref, tables_ref, start, stop, seq_len, end, carry):
-        """The online softmax over the tiles from start to stop, as far as positions < end."""
-        first, block_kv = self.first(seq_len), self.config.block_kv
 
         def step(tile, carry):
-            position = tile * block_kv + jnp.arange(block_kv)
-            seen = jnp.minimum(position, end - 1)
-            slot = slots_of(tables_ref, self.request, seen, self.scoring.block_size)
-            k = gather(kv_ref, slot, 0, self.kv_head, self.col, self.head_dim)
-            scores = self.scoring.scores(q, k)
-            visible = (position >= first) & (position < end)
-            scores = jnp.where(visible[None, :], scores, -jnp.inf)
-            v = gather(kv_ref, slot, 1, self.kv_head, self.col, self.head_dim)
-            return update(carry, scores, v)
+            position = tile * config.block_kv + jnp.arange(config.block_kv)
+            slot = slots_of(
+                tables_ref, request, jnp.minimum(position, seq_len - 1), scoring.block_size
+            )
+            k = gather(kv_ref, slot, 0, kv_head, col, head_dim)
+            scores = scoring.scores(q, k)
+            seen = (position >= first) & (position < seq_len)
+            scores = jnp.where(seen[None, :], scores, -jnp.inf)
+            return update(carry, scores, gather(kv_ref, slot, 1, kv_head, col, head_dim))
 
-        return lax.fori_loop(start, stop, step, carry)
+        acc = jnp.zeros((rows, col.shape[0]), jnp.float32)
+        top = jnp.full((rows,), NO_SCORE, jnp.float32)
+        return lax.fori_loop(start, stop, step, (acc, top, jnp.zeros((rows,), jnp.float32)))
 
-    def attend_and_store(self, attend, needed: jax.Array, refs: Any) -> None:
-        """Writes what `attend` gives, (acc, top, total); nothing is there to attend to unless
-        `needed`. `refs`: the sinks, if any and there is one split, then `attended_shapes`."""
-        row = (self.request, self.head)
-        if self.config.num_splits == 1:
-            *sinks_ref, out_ref = refs
-            acc, top, total = attend()
-            if sinks_ref:
-                sink = pltriton.load(sinks_ref[0].at[self.head], mask=self.in_group, other=0.0)
-                acc, total = with_sink(acc, top, total, sink * LOG2E)
-            out = (acc / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
-            place = out_ref.at[self.request, self.head[:, None], self.col[None, :]]
-            pltriton.store(place, out, mask=self.stored)
-            return
-        acc_ref, top_ref, total_ref = refs
+    in_group = row < group
+    stored = in_group[:, None] & (col[None, :] < head_dim)
+    if config.num_splits == 1:
+        *sinks_ref, out_ref = refs
+        acc, top, total = attend()
+        if sinks_ref:
+            sink = pltriton.load(sinks_ref[0].at[head], mask=in_group, other=0.0) * LOG2E
+            acc, total = with_sink(acc, top, total, sink)
+        out = acc / jnp.maximum(total, 1e-30)[:, None]
+        pltriton.store(
+            out_ref.at[request, head[:, None], col[None, :]], out.astype(out_ref.dtype), mask=stored
+        )
+        return
 
-        @pl.when(needed)
-        def _():
-            acc, top, total = attend()
-            place = acc_ref.at[self.request, self.head[:, None], self.split, self.col[None, :]]
-            pltriton.store(place, acc, mask=self.stored)
-            pltriton.store(top_ref.at[(*row, self.split)], top, mask=self.in_group)
-            pltriton.store(total_ref.at[(*row, self.split)], total, mask=self.in_group)
+    acc_ref, top_ref, total_ref = refs
 
-        @pl.when(jnp.logical_not(needed))
-        def _():
-            nothing = jnp.zeros(self.head.shape, jnp.float32)
-            pltriton.store(top_ref.at[(*row, self.split)], nothing + NO_SCORE, mask=self.in_group)
-            pltriton.store(total_ref.at[(*row, self.split)], nothing, mask=self.in_group)
+    @pl.when(start < stop)
+    def _():
+        acc, top, total = attend()
+        pltriton.store(acc_ref.at[request, head[:, None], split, col[None, :]], acc, mask=stored)
+        pltriton.store(top_ref.at[request, head, split], top, mask=in_group)
+        pltriton.store(total_ref.at[request, head, split], total, mask=in_group)
+
+    @pl.when(start >= stop)
+    def _():
+        nothing = jnp.zeros((rows,), jnp.float32)
+        pltriton.store(top_ref.at[request, head, split], nothing + NO_SCORE, mask=in_group)
+        pltriton.store(total_ref.at[request, head, split], nothing, mask=in_group)
 
 
 def gather(kv_ref, slot, which: int, kv_head, col, head_dim: int):

@@ -1,1 +1,0 @@
-"""A decode step's rotation, cache write and attention in one."""
