@@ -27,9 +27,10 @@ there, and Mosaic GPU kernels refuse anything less aligned."""
 class BatchLayout:
     """Offsets of the fields for a bucket and a block-table width W.
 
-    Fields: token_ids, positions, slot_mapping i32[T]; query_start i32[B+1]; seq_lens, slots,
-    write_slots, last_token, output_index i32[B]; each sampling field [B] (floats as their bits);
-    mode i32[1]; block_tables i32[B, W].
+    Fields: first the sampler's: slots, write_slots, output_index i32[B], each sampling field [B]
+    (floats as their bits), mode i32[1]; they lie alike in all buckets of B requests. Then
+    token_ids, positions, slot_mapping i32[T]; query_start i32[B+1]; seq_lens, last_token i32[B];
+    block_tables i32[B, W].
     """
 
     bucket: Bucket
@@ -40,12 +41,12 @@ class BatchLayout:
         """Name -> (offset, size, shape)."""
         t, b = self.bucket.num_tokens, self.bucket.num_requests
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("token_ids", "positions", "slot_mapping"), (t,)
+            ("slots", "write_slots", "output_index", *SAMPLING_FIELDS), (b,)
         )
-        shapes["query_start"] = (b + 1,)
-        per_request = ("seq_lens", "slots", "write_slots", "last_token", "output_index")
-        shapes |= dict.fromkeys(per_request + SAMPLING_FIELDS, (b,))
         shapes["mode"] = (1,)
+        shapes |= dict.fromkeys(("token_ids", "positions", "slot_mapping"), (t,))
+        shapes["query_start"] = (b + 1,)
+        shapes |= dict.fromkeys(("seq_lens", "last_token"), (b,))
         shapes["block_tables"] = (b, self.table_width)
         fields, offset = {}, 0
         for name, shape in shapes.items():
@@ -59,6 +60,11 @@ class BatchLayout:
         offset, size, _ = self.fields["block_tables"]
         return offset + size
 
+    @cached_property
+    def sampler_size(self) -> int:
+        """Where the sampler's fields end."""
+        return self.fields["token_ids"][0]
+
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Host side: a writable view of each field; float fields as float32."""
         views = {}
@@ -68,9 +74,12 @@ class BatchLayout:
         return views
 
     def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
-        """Device side: the same fields, from the uploaded buffer i32[size]."""
+        """Device side: the fields that `buffer` has, the uploaded i32[size] or a beginning of
+        it."""
         arrays = {}
         for name, (offset, size, shape) in self.fields.items():
+            if offset + size > len(buffer):
+                break
             array = lax.slice(buffer, (offset,), (offset + size,)).reshape(shape)
             if name in FLOAT_FIELDS:
                 array = lax.bitcast_convert_type(array, np.float32)

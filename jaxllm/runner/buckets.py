@@ -47,7 +47,7 @@ class Buckets:
         if gpu:
             decode = [2, 4, 8, 16, 32, 48, 64, 96, 128, 192]
             decode += list(range(256, max_num_seqs, 128))
-            first, factor = 64, 2
+            first, factor = 128, 2
         else:
             decode = list(takewhile(lambda n: n < max_num_seqs, (2**i for i in count())))
             first, factor = 16, 4

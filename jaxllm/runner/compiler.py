@@ -113,7 +113,7 @@ class Compiler:
         self._head_params, self._sampler_state = abstract(params), abstract(sampler)
         self.sharding = sharding
         self._layouts: dict[Bucket, BatchLayout] = {}
-        self._samplers: dict[ProgramKey, Any] = {}
+        self._samplers: dict[tuple[int, SamplingMode | None], Any] = {}
         self._logprob_programs: dict[Bucket, Any] = {}
         self._warm = False
         self._peaks: dict[int, _Peak] = {}
@@ -178,12 +178,11 @@ class Compiler:
         return self._logprob_programs[bucket]
 
     def _sampler(self, bucket: Bucket, mode: SamplingMode) -> Any:
-        """The program from logits to tokens: (state, upload, logits) -> (state, result)."""
-        key = self.key(bucket, mode)
+        """The program from logits to tokens: (state, for the sampler) -> (state, result)."""
+        key = bucket.num_requests, self.key(bucket, mode)[1]
         if key not in self._samplers:
             self._check_allowed(f"{bucket} in sampling mode {mode.name}")
-            lowered = self._lower_sampler(*key)
-            self._samplers[key] = self._compile(lowered, bucket.num_tokens, self._last)
+            self._samplers[key] = self._compile(self._lower_sampler(*key), key[0], self._last)
         return self._samplers[key]
 
     def _keys(self, buckets: list[Bucket]) -> list[ProgramKey]:
@@ -196,9 +195,9 @@ class Compiler:
                 store = partial(self._logprob_programs.__setitem__, bucket)
                 lower = partial(self._lower_logprobs, bucket)
                 yield Job(store, lower, bucket.num_tokens, self._last)
-        for key in self._keys(buckets):
+        for key in dict.fromkeys((b.num_requests, mode) for b, mode in self._keys(buckets)):
             store = partial(self._samplers.__setitem__, key)
-            yield Job(store, partial(self._lower_sampler, *key), key[0].num_tokens, self._last)
+            yield Job(store, partial(self._lower_sampler, *key), key[0], self._last)
 
     def _packed(self, bucket: Bucket, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct((self.layout(bucket).size,), np.int32, sharding=sharding)
@@ -206,17 +205,20 @@ class Compiler:
     def _logits_sharding(self) -> NamedSharding:
         return NamedSharding(self.sharding.mesh, PartitionSpec(None, TP_AXIS))
 
-    def _lower_sampler(self, bucket: Bucket, mode: SamplingMode | None) -> Any:
-        vocab = self._sampler_state[0].logit_bias.shape[1]
-        shape, sharding = (bucket.num_requests, vocab), self._logits_sharding()
-        logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-        state = self._sampler_state
-        function = partial(run_sampler, layout=self.layout(bucket), options=self._common.step(mode))
+    def _lower_sampler(self, num_requests: int, mode: SamplingMode | None) -> Any:
+        layout = self.layout(Bucket(num_requests, num_requests, True))
+        state, sharding = self._sampler_state, self._logits_sharding()
+        shape = num_requests, state[0].logit_bias.shape[1]
+        given = (
+            jax.ShapeDtypeStruct((layout.sampler_size,), np.int32, sharding=self.sharding),
+            jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),
+        )
+        function = partial(run_sampler, layout=layout, options=self._common.step(mode))
         shardings = None
         if sharding.mesh.size > 1:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state), self.sharding
         jitted = jax.jit(function, donate_argnums=0, out_shardings=shardings)
-        return jitted.trace(state, self._packed(bucket, self.sharding), logits).lower()
+        return jitted.trace(state, given).lower()
 
     def _lower_logprobs(self, bucket: Bucket) -> Any:
         dtype, size = self._common.hidden

@@ -115,10 +115,9 @@ class PipelinePrograms(Compiler):
         for index, program in enumerate(programs[:-1]):
             caches[index], x = program(params[index], caches[index], uploaded[index], given)
             given = jax.device_put(x, self._shardings[index + 1])
-        caches[-1], logits, hidden = programs[-1](params[-1], caches[-1], uploaded[-1], given)
-        (rows, last_tokens[lane]), result = sampler(
-            (state.rows, last_tokens[lane]), uploaded[-1], logits
-        )
+        arguments = params[-1], caches[-1], uploaded[-1], given
+        caches[-1], for_sampler, hidden = programs[-1](*arguments)
+        (rows, last_tokens[lane]), result = sampler((state.rows, last_tokens[lane]), for_sampler)
         fed[lane] = jax.device_put(last_tokens[lane], self._shardings[0])
         return PipelineState(caches, rows, last_tokens, fed), result, hidden
 
@@ -140,7 +139,9 @@ class PipelinePrograms(Compiler):
         )
         cache, (dtype, size) = self._state.caches[index], common.hidden
         given: Any = jax.ShapeDtypeStruct((bucket.num_tokens, size), dtype, sharding=sharding)
-        results = (self._logits_sharding(), sharding) if index == self._last else (sharding,)
+        results: tuple[Any, ...] = (sharding,)
+        if index == self._last:
+            results = (sharding, self._logits_sharding()), sharding
         jitted = jax.jit(
             function,
             donate_argnums=(1,),

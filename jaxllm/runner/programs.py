@@ -86,7 +86,7 @@ class StepPrograms(Compiler):
         shardings = None
         if self.sharding.mesh.size > 1:
             cache = jax.tree.map(lambda leaf: leaf.sharding, self._state.kv_cache)
-            shardings = cache, self._logits_sharding(), self.sharding
+            shardings = cache, (self.sharding, self._logits_sharding()), self.sharding
         jitted = jax.jit(step, donate_argnums=(1,), out_shardings=shardings)
         state, packed = self._state, self._packed(bucket, self.sharding)
         return jitted.trace(self._params, state.kv_cache, state.last_tokens, packed).lower()
@@ -107,6 +107,6 @@ class StepPrograms(Compiler):
 
 
 def _run(program: Any, sampler: Any, params: Any, state: DeviceState, uploaded: jax.Array) -> Step:
-    cache, logits, hidden = program(params, state.kv_cache, state.last_tokens, uploaded)
-    (rows, last_tokens), result = sampler((state.rows, state.last_tokens), uploaded, logits)
+    cache, given, hidden = program(params, state.kv_cache, state.last_tokens, uploaded)
+    (rows, last_tokens), result = sampler((state.rows, state.last_tokens), given)
     return DeviceState(cache, last_tokens, rows), result, hidden

@@ -11,7 +11,7 @@ from jaxllm.models.causal_lm import run_layer
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.sampler import SamplerRows
 from jaxllm.runner.stages import Stage
-from jaxllm.runner.step import StepOptions, forward_batch, next_logits
+from jaxllm.runner.step import ForSampler, StepOptions, forward_batch, next_logits
 from jaxllm.runner.weights import Params
 
 
@@ -81,7 +81,7 @@ def run_last(
     stage: Stage,
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[KVCache, Float[Array, "B V"], Float[Array, "T D"] | None]:
+) -> tuple[KVCache, ForSampler, Float[Array, "T D"] | None]:
     """Runs the last layers and the head; see `run_model` for what it returns."""
     fields = layout.unpack(packed)
     model = options.merge(params)
@@ -89,7 +89,8 @@ def run_last(
     cache, x = _run_layers(model, batch, cache, x, stage)
     with jax.named_scope("final_norm"):
         hidden = model.norm(x)
-    return cache, *next_logits(model, hidden, fields, layout)
+    logits, hidden = next_logits(model, hidden, fields, layout)
+    return cache, (packed[: layout.sampler_size], logits), hidden
 
 
 def _run_layers(

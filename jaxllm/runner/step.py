@@ -30,6 +30,10 @@ SamplerState = tuple[SamplerRows, jax.Array]
 last."""
 
 
+ForSampler = tuple[jax.Array, jax.Array]
+"""The sampler's part of the upload, and the logits after each request's last token."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
@@ -79,25 +83,23 @@ def run_model(
     *,
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[KVCache, Float[Array, "B V"], Float[Array, "T D"] | None]:
+) -> tuple[KVCache, ForSampler, Float[Array, "T D"] | None]:
     """A step up to the logits: embeds, attends, writes the cache.
 
     Returns:
-        The new cache, the logits after each request's last token, and for mixed buckets the
-        hidden states of all tokens, from which prompt logprobs are made when a request asks.
+        The new cache, what the sampler needs, and for mixed buckets the hidden states of all
+        tokens, from which prompt logprobs are made when a request asks for them.
     """
-    return _run_model(params, cache, last_tokens, layout.unpack(packed), layout, options)
+    fields = layout.unpack(packed)
+    cache, logits, hidden = _run_model(params, cache, last_tokens, fields, layout, options)
+    return cache, (packed[: layout.sampler_size], logits), hidden
 
 
 def run_sampler(
-    state: SamplerState,
-    packed: Int[Array, "packed"],
-    logits: Float[Array, "B V"],
-    *,
-    layout: BatchLayout,
-    options: StepOptions,
+    state: SamplerState, given: ForSampler, *, layout: BatchLayout, options: StepOptions
 ) -> tuple[SamplerState, Int[Array, "B C"]]:
     """The rest of a step: the new state, and the sampler's result (see `sample`)."""
+    packed, logits = given
     return _run_sampler(state, layout.unpack(packed), logits, options)
 
 

@@ -61,14 +61,14 @@ def check_compiled(engine: LocalEngine, tp: int) -> None:
     for bucket in (Bucket(2, 2, True), Bucket(16, 2, False)):
         found = collectives(programs._lower(bucket))
         assert Counter(kind for _, kind in found) == {"all-reduce": 2 * LAYERS + 1}
-        [(gathered, kind)] = collectives(programs._lower_sampler(bucket, SamplingMode.GREEDY))
+        [(gathered, kind)] = collectives(programs._lower_sampler(2, SamplingMode.GREEDY))
         assert kind == "all-gather"
         assert gathered.startswith(f"s32[2,{tp},2]")
     if tp == 2:
         return
     columns = result_width(programs._common.step(None).max_logprobs)
     for mode in (SamplingMode.RANDOM, SamplingMode.FULL):
-        found = collectives(programs._lower_sampler(Bucket(2, 2, True), mode))
+        found = collectives(programs._lower_sampler(2, mode))
         assert Counter(kind for _, kind in found) == {"all-to-all": 1, "all-gather": 1}
         gathered = next(shape for shape, kind in found if kind == "all-gather")
         assert gathered.startswith(f"s32[{tp},{columns}]")
