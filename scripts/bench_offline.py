@@ -232,6 +232,12 @@ def make_engine(name: str, model: str, args: argparse.Namespace) -> Any:
     return PagedEngine(jaxllm, model, options)
 
 
+def caches() -> str:
+    """Whether jaxllm's compilation cache, at its default place, has anything in it."""
+    folder = Path.home() / ".cache" / "jaxllm" / "compilation"
+    return "warm" if folder.is_dir() and any(folder.iterdir()) else "cold"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="demo", help="a model, or a name in scripts/shapes")
@@ -256,8 +262,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as stack:
         model = model_folder(args.model, Path(stack))
         for name in args.engine.split(","):
+            start = f"start, {caches()} caches" if name == "jaxllm" else "start"
             engine = make_engine(name, model, args)
-            rows.append((name, "start", engine.start_seconds, "s"))
+            rows.append((name, start, engine.start_seconds, "s"))
             for workload in args.workload.split(","):
                 batches = args.batch.split(",") if workload in ("decode", "closed") else ["1"]
                 for batch in batches:
@@ -271,7 +278,8 @@ def main() -> None:
     print_ratios(rows)
     if args.record:
         for name, figure, value, unit in rows:
-            record(f"{args.model}: {figure}", value, unit, engine=name, dtype=args.dtype)
+            facts = {"engine": name, "dtype": args.dtype, "max_model_len": args.max_model_len}
+            record(f"{args.model}: {figure}", value, unit, **facts)
 
 
 def print_ratios(rows: list[tuple[str, str, float, str]]) -> None:
