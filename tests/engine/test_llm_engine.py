@@ -11,6 +11,7 @@ import torch
 from jaxllm import SamplingParams
 from jaxllm.engine.local_engine import LocalEngine
 from jaxllm.outputs import RequestOutput
+from jaxllm.runner.programs import StepPrograms
 from tests.engine.tiny_engine import VOCAB, make_engine, run_all, save_tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
