@@ -110,6 +110,7 @@ def test_concurrent_outputs_equal_solo_outputs(engine: LocalEngine) -> None:
 def test_several_steps_at_once_change_no_token(engine: LocalEngine, tiny_llama: Any) -> None:
     several = make_engine(tiny_llama[0], num_scheduler_steps=4, enforce_eager=True)
     programs = several.engine.runner.programs
+    assert isinstance(programs, StepPrograms)
     prompts = random_prompts([5, 30, 8, 17], seed=6)
     stop = tokens(run_all(engine, prompts[2:3], GREEDY))[0][5]
     params = [
