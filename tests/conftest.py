@@ -1,4 +1,5 @@
-"""Every test runs on the CPU with eight virtual devices, unless it is marked `gpu`."""
+"""Every test runs on the CPU with eight virtual devices, unless it is marked `gpu`; what is marked
+`thorough` runs only where that is asked for."""
 
 import os
 
@@ -14,9 +15,13 @@ import jax
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if jax.default_backend() == "gpu":
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skipped = {}
+    if jax.default_backend() != "gpu":
+        skipped["gpu"] = "needs an NVIDIA GPU"
+    if "thorough" not in config.option.markexpr:
+        skipped["thorough"] = "takes minutes: pytest -m thorough"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
