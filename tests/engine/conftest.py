@@ -8,6 +8,13 @@ import pytest
 
 from jaxllm.engine.local_engine import LocalEngine
 from tests.engine.tiny_engine import make_engine, save_tiny_llama
+from tests.runner.parallel_models import quickly_compiled
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    with quickly_compiled():
+        yield
 
 
 @pytest.fixture(scope="session")
