@@ -25,6 +25,12 @@ class Bucket:
         kind = "decode" if self.decode_only else "mixed"
         return f"{kind}[T={self.num_tokens}, B={self.num_requests}]"
 
+    @property
+    def label(self) -> str:
+        """The same, fit for a file's name."""
+        kind = "decode" if self.decode_only else "mixed"
+        return f"{kind}-{self.num_tokens}-{self.num_requests}"
+
 
 class Buckets:
     """All buckets of an engine; `fit` picks one for a step."""

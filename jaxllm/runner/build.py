@@ -8,6 +8,7 @@ from jaxllm.runner.buckets import Bucket, Buckets
 from jaxllm.runner.compiler import ProgramOptions
 from jaxllm.runner.mesh import replicated
 from jaxllm.runner.pipeline import PipelinePrograms, pipeline_shapes
+from jaxllm.runner.program_context import open_cache
 from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.stage_step import PipelineState
@@ -68,7 +69,8 @@ def make_programs(
     assert config.max_model_len
     last = stages[-1]
     gpu = last.mesh.devices.flat[0].platform == "gpu"
-    model_config = last.merge(unflatten(last.shapes)).config
+    model = last.merge(unflatten(last.shapes))
+    model_config = model.config
 
     def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
         # On a GPU a choice at run time would make the host wait for it.
@@ -91,6 +93,7 @@ def make_programs(
         gpu=gpu,
         lazy=config.enforce_eager,
         warn_only=config.allow_compile_after_warmup,
+        cache=open_cache(config, stages, model),
     )
     if isinstance(params, list):
         assert isinstance(state, PipelineState)

@@ -1,9 +1,7 @@
-"""Ahead-of-time compilation, in parallel threads, and none after the warm-up."""
+"""Ahead-of-time compilation, and none after the warm-up."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.buckets import Bucket
 from jaxllm.runner.compiler_options import Options, gpu_options
-from jaxllm.runner.mesh import TP_AXIS
+from jaxllm.runner.mesh import TP_AXIS, mesh_devices
+from jaxllm.runner.program_builder import Job, ProgramBuilder
+from jaxllm.runner.program_cache import ProgramCache
+from jaxllm.runner.program_context import tree_hash
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.step import StepOptions, prompt_logprobs, run_sampler
 
@@ -31,6 +32,11 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
+def mode_label(mode: SamplingMode | None) -> str:
+    """For a program's name."""
+    return "any" if mode is None else mode.name.lower()
+
+
 def lower_logprobs(params: Any, hidden: Any, options: StepOptions, sharding: NamedSharding) -> Any:
     """The program that turns a mixed step's `hidden` (shapes) into prompt logprobs."""
     count = min(LOGPROB_ROWS, hidden.shape[0])
@@ -39,28 +45,6 @@ def lower_logprobs(params: Any, hidden: Any, options: StepOptions, sharding: Nam
     )
     function = partial(prompt_logprobs, options=options)
     return jax.jit(function).trace(params, hidden, scalar, rows).lower()
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A program to be compiled.
-
-    Attributes:
-        stage: whose devices run it.
-    """
-
-    store: Callable[[Any], None]
-    lower: Callable[[], Any]
-    num_tokens: int
-    stage: int = 0
-
-
-@dataclass(slots=True)
-class _Peak:
-    """The most bytes that any program of a stage takes while it runs, and leaves."""
-
-    scratch: int = 0
-    results: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +58,7 @@ class ProgramOptions:
         hidden: dtype and size of a token's hidden state.
         num_devices: that run a program together.
         lazy: compile on first use, and do not mind.
+        cache: of compiled programs, if they are kept.
     """
 
     step: Callable[[SamplingMode | None], StepOptions]
@@ -84,9 +69,10 @@ class ProgramOptions:
     gpu: bool
     lazy: bool
     warn_only: bool
+    cache: ProgramCache | None = None
 
 
-class Compiler:
+class Compiler(ProgramBuilder):
     """What the compiled steps of one program and those of several stages share.
 
     The sampler is a program of its own, so that the sampling modes of a bucket share the model's.
@@ -109,15 +95,15 @@ class Compiler:
         sharding: NamedSharding,
         last: int = 0,
     ) -> None:
+        super().__init__(common.cache)
         self._common, self._last = common, last
         self._head_params, self._sampler_state = abstract(params), abstract(sampler)
+        self._head_hash, self._sampler_hash = tree_hash(params), tree_hash(sampler)
         self.sharding = sharding
         self._layouts: dict[Bucket, BatchLayout] = {}
         self._samplers: dict[tuple[int, SamplingMode | None], Any] = {}
         self._logprob_programs: dict[Bucket, Any] = {}
         self._warm = False
-        self._peaks: dict[int, _Peak] = {}
-        self.num_compiled = 0
 
     @property
     def table_width(self) -> int:
@@ -148,33 +134,18 @@ class Compiler:
     def compile_all(
         self, buckets: Iterable[Bucket], threads: int, log: Callable[[str], None]
     ) -> None:
-        """Compiles every bucket and mode; tracing is serial, XLA runs in `threads`."""
-        start = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            futures = [
-                (job, pool.submit(self._compile, job.lower(), job.num_tokens, job.stage))
-                for job in self.jobs(list(buckets))
-            ]
-            for done, (job, future) in enumerate(futures, 1):
-                job.store(future.result())
-                if done % 8 == 0 or done == len(futures):
-                    log(f"compiled {done}/{len(futures)} ({time.perf_counter() - start:.1f} s)")
+        """Makes the programs of every bucket and mode (see `ProgramBuilder.build_all`)."""
+        self.build_all(list(self.jobs(list(buckets))), threads, log)
 
     def seal(self) -> None:
         """Ends the warm-up: from now on a missing program is an error (unless lazy)."""
         self._warm = True
 
-    def activation_bytes(self, stage: int, alive: int) -> int:
-        """What a stage's largest program takes, with the results of `alive` steps."""
-        peak = self._peaks.get(stage, _Peak())
-        return peak.scratch + alive * peak.results
-
     def prompt_logprobs(self, bucket: Bucket) -> Any:
         """The program that turns hidden states of a mixed bucket into prompt logprobs."""
         if bucket not in self._logprob_programs:
             self._check_allowed(f"prompt logprobs of {bucket}")
-            lowered = self._lower_logprobs(bucket)
-            self._logprob_programs[bucket] = self._compile(lowered, bucket.num_tokens, self._last)
+            self._build(self._logprobs_job(bucket))
         return self._logprob_programs[bucket]
 
     def _sampler(self, bucket: Bucket, mode: SamplingMode) -> Any:
@@ -182,7 +153,7 @@ class Compiler:
         key = bucket.num_requests, self.key(bucket, mode)[1]
         if key not in self._samplers:
             self._check_allowed(f"{bucket} in sampling mode {mode.name}")
-            self._samplers[key] = self._compile(self._lower_sampler(*key), key[0], self._last)
+            self._build(self._sampler_job(*key))
         return self._samplers[key]
 
     def _keys(self, buckets: list[Bucket]) -> list[ProgramKey]:
@@ -192,12 +163,22 @@ class Compiler:
         """The prompt logprobs and the samplers."""
         for bucket in buckets:
             if not bucket.decode_only:
-                store = partial(self._logprob_programs.__setitem__, bucket)
-                lower = partial(self._lower_logprobs, bucket)
-                yield Job(store, lower, bucket.num_tokens, self._last)
+                yield self._logprobs_job(bucket)
         for key in dict.fromkeys((b.num_requests, mode) for b, mode in self._keys(buckets)):
-            store = partial(self._samplers.__setitem__, key)
-            yield Job(store, partial(self._lower_sampler, *key), key[0], self._last)
+            yield self._sampler_job(*key)
+
+    def _logprobs_job(self, bucket: Bucket) -> Job:
+        store = partial(self._logprob_programs.__setitem__, bucket)
+        lower = partial(self._lower_logprobs, bucket)
+        name = f"logprobs-{bucket.label}"
+        return Job(name, self._head_hash, store, lower, bucket.num_tokens, self._last)
+
+    def _sampler_job(self, num_requests: int, mode: SamplingMode | None) -> Job:
+        key = num_requests, mode
+        store = partial(self._samplers.__setitem__, key)
+        lower = partial(self._lower_sampler, *key)
+        name = f"sampler-{num_requests}-{mode_label(mode)}"
+        return Job(name, self._sampler_hash, store, lower, num_requests, self._last)
 
     def _packed(self, bucket: Bucket, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct((self.layout(bucket).size,), np.int32, sharding=sharding)
@@ -242,13 +223,5 @@ class Compiler:
         common = self._common
         return gpu_options(num_tokens, common.num_devices) if common.gpu else None
 
-    def _compile(self, lowered: Any, num_tokens: int = 0, stage: int = 0) -> Any:
-        compiled = lowered.compile(compiler_options=self._compiler_options(num_tokens))
-        self.num_compiled += 1
-        memory = compiled.memory_analysis()
-        if memory is not None:
-            peak = self._peaks.setdefault(stage, _Peak())
-            peak.scratch = max(peak.scratch, memory.temp_size_in_bytes)
-            fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            peak.results = max(peak.results, fresh)
-        return compiled
+    def _devices(self, stage: int) -> list[Any]:
+        return mesh_devices(self.sharding)

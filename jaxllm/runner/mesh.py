@@ -52,6 +52,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def mesh_devices(sharding: NamedSharding) -> list[Any]:
+    """The devices of a sharding, in the order of its mesh."""
+    assert isinstance(sharding.mesh, Mesh)
+    return list(sharding.mesh.devices.flat)
+
+
 def upload(values: Any, shardings: Any) -> Any:
     """Host arrays on devices, as `jax.device_put` does it for the devices of one process.
 

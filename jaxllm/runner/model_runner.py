@@ -1,5 +1,6 @@
 """ModelRunner: owns parameters, cache and programs, and runs what the scheduler decided."""
 
+import atexit
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from jaxllm.runner.weights import ModelStage, Params, StagedParams
 from jaxllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+# A thread of XLA's takes Python's lock when a copy to the host is done, also after its reader has
+# gone on. If the interpreter is ending by then, the process aborts, as a short script's may.
+atexit.register(time.sleep, 0.05)
 
 
 def _needs_rows(params: SamplingParams) -> bool:
@@ -112,7 +117,7 @@ class ModelRunner:
         jax.block_until_ready(self._state)
         self.programs.seal()
         log(
-            f"{self.programs.num_compiled} programs: {compiled - start:.1f} s to compile, "
+            f"{self.programs.report()} in {compiled - start:.1f} s, "
             f"{time.perf_counter() - compiled:.1f} s to warm up"
         )
 

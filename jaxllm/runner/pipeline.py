@@ -15,8 +15,10 @@ import numpy as np
 
 from jaxllm.runner import kv_cache
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compiler import Compiler, Job, ProgramOptions, abstract
-from jaxllm.runner.mesh import replicated, upload
+from jaxllm.runner.compiler import Compiler, ProgramOptions, abstract
+from jaxllm.runner.mesh import mesh_devices, replicated, upload
+from jaxllm.runner.program_builder import Job
+from jaxllm.runner.program_context import tree_hash
 from jaxllm.runner.sampler import SamplingMode, row_shapes
 from jaxllm.runner.stage_step import PipelineState, run_first, run_last, run_middle
 from jaxllm.runner.weights import ModelStage, StagedParams
@@ -68,14 +70,14 @@ class PipelinePrograms(Compiler):
         sampler = state.rows, state.last_tokens[0]
         super().__init__(common, params[-1], sampler, self._shardings[-1], len(stages) - 1)
         self._params, self._state = abstract(params), abstract(state)
+        self._hashes = [tree_hash((part, state)) for part in params]
         self._stages = stages
         self._programs: dict[tuple[int, Bucket], Any] = {}
 
     def jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
         for bucket in buckets:
             for index in range(len(self._stages)):
-                store = partial(self._programs.__setitem__, (index, bucket))
-                yield Job(store, partial(self._lower, index, bucket), bucket.num_tokens, index)
+                yield self._stage_job(index, bucket)
         yield from self._shared_jobs(buckets)
 
     def upload(self, packed: np.ndarray) -> list[jax.Array]:
@@ -124,9 +126,17 @@ class PipelinePrograms(Compiler):
     def _program(self, index: int, bucket: Bucket) -> Any:
         if (index, bucket) not in self._programs:
             self._check_allowed(f"stage {index + 1} of {bucket}")
-            lowered = self._lower(index, bucket)
-            self._programs[index, bucket] = self._compile(lowered, bucket.num_tokens, index)
+            self._build(self._stage_job(index, bucket))
         return self._programs[index, bucket]
+
+    def _stage_job(self, index: int, bucket: Bucket) -> Job:
+        store = partial(self._programs.__setitem__, (index, bucket))
+        lower = partial(self._lower, index, bucket)
+        name, made_from = f"stage-{index}-{bucket.label}", self._hashes[index]
+        return Job(name, made_from, store, lower, bucket.num_tokens, index)
+
+    def _devices(self, stage: int) -> list[Any]:
+        return mesh_devices(self._shardings[stage])
 
     def _lower(self, index: int, bucket: Bucket) -> Any:
         stage, common, sharding = self._stages[index], self._common, self._shardings[index]

@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compiler import Compiler, Job, ProgramKey, ProgramOptions, abstract
+from jaxllm.runner.compiler import Compiler, ProgramKey, ProgramOptions, abstract, mode_label
 from jaxllm.runner.mesh import upload
+from jaxllm.runner.program_builder import Job
+from jaxllm.runner.program_context import tree_hash
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.step import DeviceState, run_model, run_steps
 
@@ -39,17 +41,16 @@ class StepPrograms(Compiler):
     ) -> None:
         super().__init__(common, params, (state.rows, state.last_tokens), packed_sharding)
         self._params, self._state = abstract(params), abstract(state)
+        self._hash = tree_hash((params, state))
         self._programs: dict[Bucket, Any] = {}
         self._multi_programs: dict[ProgramKey, Any] = {}
         self.num_steps = num_steps
 
     def jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
         for bucket in buckets:
-            store = partial(self._programs.__setitem__, bucket)
-            yield Job(store, partial(self._lower, bucket), bucket.num_tokens)
+            yield self._step_job(bucket)
         for key in filter(self.has_steps, self._keys(buckets)):
-            store = partial(self._multi_programs.__setitem__, key)
-            yield Job(store, partial(self._lower_steps, *key), key[0].num_tokens)
+            yield self._steps_job(key)
         yield from self._shared_jobs(buckets)
 
     def upload(self, packed: np.ndarray) -> jax.Array:
@@ -70,7 +71,7 @@ class StepPrograms(Compiler):
         key = self.key(bucket, mode)
         if key not in self._multi_programs:
             self._check_allowed(f"{self.num_steps} steps of {bucket}")
-            self._multi_programs[key] = self._compile(self._lower_steps(*key), bucket.num_tokens)
+            self._build(self._steps_job(key))
         return self._multi_programs[key]
 
     def step(self, bucket: Bucket, mode: SamplingMode, lane: int) -> Callable[..., Step]:
@@ -78,8 +79,20 @@ class StepPrograms(Compiler):
         only."""
         if bucket not in self._programs:
             self._check_allowed(str(bucket))
-            self._programs[bucket] = self._compile(self._lower(bucket), bucket.num_tokens)
+            self._build(self._step_job(bucket))
         return partial(_run, self._programs[bucket], self._sampler(bucket, mode))
+
+    def _step_job(self, bucket: Bucket) -> Job:
+        store = partial(self._programs.__setitem__, bucket)
+        lower = partial(self._lower, bucket)
+        return Job(f"step-{bucket.label}", self._hash, store, lower, bucket.num_tokens)
+
+    def _steps_job(self, key: ProgramKey) -> Job:
+        bucket, mode = key
+        store = partial(self._multi_programs.__setitem__, key)
+        lower = partial(self._lower_steps, bucket, mode)
+        name = f"{self.num_steps}-steps-{bucket.label}-{mode_label(mode)}"
+        return Job(name, self._hash, store, lower, bucket.num_tokens)
 
     def _lower(self, bucket: Bucket) -> Any:
         step = partial(run_model, layout=self.layout(bucket), options=self._common.step(None))
