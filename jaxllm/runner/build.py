@@ -1,15 +1,18 @@
 """From a resolved config to buckets, state and programs: of one program, or of pipeline stages."""
 
+from typing import Any
+
 import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.runner import kv_cache
 from jaxllm.runner.buckets import Bucket, Buckets
 from jaxllm.runner.compiler import ProgramOptions
+from jaxllm.runner.compiler_options import has_room_for_sums, sum_scratch
 from jaxllm.runner.mesh import replicated
 from jaxllm.runner.pipeline import PipelinePrograms, pipeline_shapes
 from jaxllm.runner.program_context import open_cache
-from jaxllm.runner.programs import StepPrograms
+from jaxllm.runner.programs import MULTI_STEP_REQUESTS, StepPrograms
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.stage_step import PipelineState
 from jaxllm.runner.step import DeviceState, StepOptions, state_shapes
@@ -72,6 +75,8 @@ def make_programs(
     model = last.merge(unflatten(last.shapes))
     model_config = model.config
 
+    num_steps = 1 if isinstance(params, list) else _num_steps(config, params, gpu)
+
     def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
         # On a GPU a choice at run time would make the host wait for it.
         return tuple(SamplingMode) if gpu else (None,)
@@ -90,6 +95,7 @@ def make_programs(
         modes=modes,
         hidden=(config.dtype, model_config.hidden_size),
         num_devices=last.mesh.size,
+        sum_kernels=not gpu or _sums_have_room(config, stages, model_config, num_steps),
         gpu=gpu,
         lazy=config.enforce_eager,
         warn_only=config.allow_compile_after_warmup,
@@ -104,5 +110,21 @@ def make_programs(
         state,
         common,
         packed_sharding=replicated(last.mesh),
-        num_steps=_num_steps(config, params, gpu),
+        num_steps=num_steps,
     )
+
+
+def _sums_have_room(
+    config: EngineConfig, stages: list[ModelStage], model_config: Any, num_steps: int
+) -> bool:
+    """Whether XLA may use its own kernels for the sums of a stage's GPUs."""
+    managed = kv_cache.device_memory(stages[0].mesh.local_devices[0])
+    if stages[0].mesh.size == 1 or managed is None:
+        return True
+    steps = [bucket.num_tokens for bucket in make_buckets(config, gpu=True)]
+    if num_steps > 1:
+        steps += [tokens for tokens in steps if tokens <= MULTI_STEP_REQUESTS for _ in range(2)]
+    sums = 2 * max(len(stage.stage.layers) for stage in stages) + 1
+    token_bytes = model_config.hidden_size * jax.numpy.dtype(config.dtype).itemsize
+    unmanaged = managed / config.gpu_memory_utilization - managed
+    return has_room_for_sums(sum_scratch(steps, sums, token_bytes), unmanaged)

@@ -57,6 +57,7 @@ class ProgramOptions:
             (None,) leaves the mode to run time.
         hidden: dtype and size of a token's hidden state.
         num_devices: that run a program together.
+        sum_kernels: see `gpu_options`.
         lazy: compile on first use, and do not mind.
         cache: of compiled programs, if they are kept.
     """
@@ -66,6 +67,7 @@ class ProgramOptions:
     modes: Callable[[Bucket], tuple[SamplingMode | None, ...]]
     hidden: tuple[Any, int]
     num_devices: int
+    sum_kernels: bool
     gpu: bool
     lazy: bool
     warn_only: bool
@@ -221,7 +223,9 @@ class Compiler(ProgramBuilder):
 
     def _compiler_options(self, num_tokens: int) -> Options | None:
         common = self._common
-        return gpu_options(num_tokens, common.num_devices) if common.gpu else None
+        if not common.gpu:
+            return None
+        return gpu_options(num_tokens, common.num_devices, sum_kernels=common.sum_kernels)
 
     def _devices(self, stage: int) -> list[Any]:
         return mesh_devices(self.sharding)

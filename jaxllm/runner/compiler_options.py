@@ -5,6 +5,7 @@ tried without a change here.
 """
 
 import os
+from collections.abc import Iterable
 
 Options = dict[str, bool | str]
 
@@ -37,12 +38,47 @@ xla_gpu_enable_command_buffer stays as XLA has it, without COLLECTIVES: a graph 
 reported slower, and to hang."""
 
 
-def gpu_options(num_tokens: int, num_devices: int) -> Options | None:
-    """The options for a step of `num_tokens` over `num_devices` GPUs; None if there are none."""
+NCCL_SUMS: Options = {"xla_gpu_experimental_use_collective_kernels": ""}
+"""For devices without room for the kernels' scratch: no operation takes a kernel."""
+
+MIB = 1 << 20
+
+
+def gpu_options(num_tokens: int, num_devices: int, *, sum_kernels: bool = True) -> Options | None:
+    """The options for a step of `num_tokens` over `num_devices` GPUs; None if there are none.
+
+    Args:
+        sum_kernels: whether the sums may take XLA's own kernels; see `sum_scratch`.
+    """
     options: Options = {}
     if num_tokens >= 64:
         options |= MANY_TOKENS
     if num_devices > 1:
-        options |= SEVERAL_DEVICES
+        options |= SEVERAL_DEVICES if sum_kernels else SEVERAL_DEVICES | NCCL_SUMS
     given = {flag.split("=")[0].lstrip("-") for flag in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if name not in given} or None
+
+
+def sum_scratch(steps: Iterable[int], sums: int, token_bytes: int) -> int:
+    """Bytes a GPU that XLA's kernels for sums over devices keep, beside what JAX manages.
+
+    Each sum of each program has its own signals and two copies of what is summed, in allocations
+    of 2 MiB; sums of more than 4 MiB go to NCCL.
+
+    Args:
+        steps: tokens in each program's step.
+        sums: of a step.
+        token_bytes: of what is summed of a token.
+    """
+    sizes = (tokens * token_bytes for tokens in steps)
+    each = (2 * MIB + -(-2 * size // (2 * MIB)) * 2 * MIB for size in sizes if size <= 4 * MIB)
+    return sums * sum(each)
+
+
+def has_room_for_sums(scratch: int, unmanaged: float) -> bool:
+    """Whether `scratch` fits into the GPU's memory that is left to others than JAX.
+
+    CUDA, NCCL and the programs' code lie there too. Seen on two H200s with 11.2 GiB of it: with
+    5.8 GiB an engine started, with 7.0 GiB it failed.
+    """
+    return scratch <= 0.55 * unmanaged
