@@ -23,6 +23,7 @@ from jaxllm.converters.host_memory import freed_at_once
 from jaxllm.converters.load_plan import Fill, plan_load
 from jaxllm.converters.name_map import NameMap
 from jaxllm.converters.orbax_checkpoint import OrbaxCheckpoint, restore_params
+from jaxllm.converters.upload import upload
 
 __all__ = ["LoadError", "load_params"]
 
@@ -145,7 +146,8 @@ def _put(tensor: np.ndarray, slab: jax.ShapeDtypeStruct, fill: Fill, number: int
             values = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
         return values
 
-    return jax.make_array_from_callback(slab.shape, slab.sharding, part)
+    assert slab.sharding is not None
+    return upload(slab.shape, slab.sharding, part)
 
 
 def _slabs(fill: Fill) -> list[jax.ShapeDtypeStruct]:

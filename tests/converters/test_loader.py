@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from jax.sharding import AxisType
 
+from jaxllm.converters import loader
 from tests.converters.tiny_models import (
     ARCHITECTURES,
     build_model,
@@ -35,9 +36,11 @@ CASES = [
 
 @pytest.fixture(params=["on the host", "on the device"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Arranging in the host's memory, as for CPUs, and by a program, as on GPUs."""
+    """Arranging in the host's memory, as for CPUs, and by a program, as on GPUs, where most
+    tensors go up in several pieces."""
     on_host = request.param == "on the host"
     monkeypatch.setattr("jaxllm.converters.loader._is_on_host", lambda fill: on_host)
+    monkeypatch.setattr("jaxllm.converters.upload.PIECE_BYTES", 1000)
     return request.param
 
 
@@ -80,7 +83,9 @@ def test_a_device_reads_its_slice_only(
 ) -> None:
     save_model(tmp_path, num_attention_heads=16, num_key_value_heads=8)
     largest = 0
-    put = jax.make_array_from_callback
+    on_device = both_ways == "on the device"
+    where, name = (loader, "upload") if on_device else (jax, "make_array_from_callback")
+    put = getattr(where, name)
 
     def watched(shape: Any, sharding: Any, callback: Any) -> jax.Array:
         def measured(index: Any) -> np.ndarray:
@@ -92,10 +97,10 @@ def test_a_device_reads_its_slice_only(
 
         return put(shape, sharding, measured)
 
-    monkeypatch.setattr(jax, "make_array_from_callback", watched)
+    monkeypatch.setattr(where, name, watched)
     load(tmp_path, mesh=jax.make_mesh((8,), ("tp",)))
     # An eighth of q_proj, or of the parameter that queries, keys and values make up.
-    heads = 16 if both_ways == "on the device" else 16 + 8 + 8
+    heads = 16 if on_device else 16 + 8 + 8
     assert largest == heads * 8 * 32 * 4 // 8
 
 
