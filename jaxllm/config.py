@@ -82,8 +82,9 @@ class EngineConfig:
         "attention kernels; auto takes the fastest", default="auto"
     )
     num_scheduler_steps: int | None = _flag(
-        "decode steps given to the device at once while at most 8 requests run and none waits: "
-        "hides the host behind small models; 1 turns it off",
+        "decode steps given to the device at once while no request waits: hides the host behind "
+        "small models; by default while at most 8 requests run, named for any number; 1 turns it "
+        "off",
         default=None,
     )
     generation_config: str = _flag(

@@ -12,7 +12,7 @@ from jaxllm.runner.compiler_options import has_room_for_sums, sum_scratch
 from jaxllm.runner.mesh import replicated
 from jaxllm.runner.pipeline import PipelinePrograms, pipeline_shapes
 from jaxllm.runner.program_context import open_cache
-from jaxllm.runner.programs import MULTI_STEP_REQUESTS, StepPrograms
+from jaxllm.runner.programs import StepPrograms
 from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.stage_step import PipelineState
 from jaxllm.runner.step import DeviceState, StepOptions, state_shapes
@@ -20,6 +20,8 @@ from jaxllm.runner.weights import ModelStage, Params, StagedParams, unflatten
 
 MULTI_STEPS = 8
 MULTI_STEP_BYTES = 64 * 10**9
+MULTI_STEP_REQUESTS = 8
+"""Most requests of a decode step that is given to the device with others, unless asked for."""
 
 
 def make_buckets(config: EngineConfig, *, gpu: bool) -> Buckets:
@@ -111,7 +113,14 @@ def make_programs(
         common,
         packed_sharding=replicated(last.mesh),
         num_steps=num_steps,
+        most_requests=_most_requests(config),
     )
+
+
+def _most_requests(config: EngineConfig) -> int:
+    """Who names a number of steps wants it for every decode step."""
+    assert config.max_num_seqs
+    return config.max_num_seqs if config.num_scheduler_steps else MULTI_STEP_REQUESTS
 
 
 def _sums_have_room(
@@ -123,7 +132,8 @@ def _sums_have_room(
         return True
     steps = [bucket.num_tokens for bucket in make_buckets(config, gpu=True)]
     if num_steps > 1:
-        steps += [tokens for tokens in steps if tokens <= MULTI_STEP_REQUESTS for _ in range(2)]
+        most = _most_requests(config)
+        steps += [tokens for tokens in steps if tokens <= most for _ in range(2)]
     sums = 2 * max(len(stage.stage.layers) for stage in stages) + 1
     token_bytes = model_config.hidden_size * jax.numpy.dtype(config.dtype).itemsize
     unmanaged = managed / config.gpu_memory_utilization - managed

@@ -17,8 +17,6 @@ from jaxllm.runner.sampler import SamplingMode
 from jaxllm.runner.step import DeviceState, run_model, run_steps
 
 Step = tuple[DeviceState, jax.Array, jax.Array | None]
-MULTI_STEP_REQUESTS = 8
-"""Largest decode bucket with programs of several steps."""
 
 
 class StepPrograms(Compiler):
@@ -28,6 +26,7 @@ class StepPrograms(Compiler):
         params, state: the real arrays, or shapes of them with shardings.
         packed_sharding: where a step's upload goes.
         num_steps: decode steps of the programs that `steps` gives.
+        most_requests: of the largest decode bucket with such programs.
     """
 
     def __init__(
@@ -38,13 +37,14 @@ class StepPrograms(Compiler):
         *,
         packed_sharding: NamedSharding,
         num_steps: int,
+        most_requests: int,
     ) -> None:
         super().__init__(common, params, (state.rows, state.last_tokens), packed_sharding)
         self._params, self._state = abstract(params), abstract(state)
         self._hash = tree_hash((params, state))
         self._programs: dict[Bucket, Any] = {}
         self._multi_programs: dict[ProgramKey, Any] = {}
-        self.num_steps = num_steps
+        self.num_steps, self._most_requests = num_steps, most_requests
 
     def jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
         for bucket in buckets:
@@ -57,14 +57,9 @@ class StepPrograms(Compiler):
         """A step's numbers, on all devices."""
         return upload(packed, self.sharding)
 
-    @property
-    def num_compiled_steps(self) -> int:
-        """Programs of several steps that have been compiled."""
-        return len(self._multi_programs)
-
     def has_steps(self, key: ProgramKey) -> bool:
         bucket, mode = key
-        few = bucket.decode_only and bucket.num_requests <= MULTI_STEP_REQUESTS
+        few = bucket.decode_only and bucket.num_requests <= self._most_requests
         return self.num_steps > 1 and few and mode is not SamplingMode.FULL
 
     def steps(self, bucket: Bucket, mode: SamplingMode) -> Any:

@@ -108,19 +108,19 @@ def test_concurrent_outputs_equal_solo_outputs(engine: LocalEngine) -> None:
 
 
 def test_several_steps_at_once_change_no_token(engine: LocalEngine, tiny_llama: Any) -> None:
-    several = make_engine(tiny_llama[0], num_scheduler_steps=4, enforce_eager=True)
+    several = make_engine(tiny_llama[0], num_scheduler_steps=4, max_num_seqs=9, enforce_eager=True)
     programs = several.engine.runner.programs
     assert isinstance(programs, StepPrograms)
-    prompts = random_prompts([5, 30, 8, 17], seed=6)
+    prompts = random_prompts([5, 30, 8, 17, *[9] * 5], seed=6)
     stop = tokens(run_all(engine, prompts[2:3], GREEDY))[0][5]
     params = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=1, max_tokens=33, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop]),
-        SamplingParams(temperature=0, max_tokens=31, ignore_eos=True),
+        *[SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)] * 6,
     ]
     made = run_all(several, prompts, params)
-    assert programs.num_compiled_steps > 0
+    assert max(bucket.num_requests for bucket, _ in programs._multi_programs) == 9
     plain = run_all(engine, prompts, params)
     assert tokens(made) == tokens(plain)
     assert [o.outputs[0].finish_reason for o in made] == [o.outputs[0].finish_reason for o in plain]
