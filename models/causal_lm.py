@@ -1,6 +1,6 @@
 """The decoder-only language model that the architectures fill with their layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import jax
@@ -21,6 +21,22 @@ def run_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """A layer, traced and lowered once for all that are alike: XLA inlines it."""
     return layer(x, rope, kv, metadata)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    indices: range,
+    x: Float[Array, "T D"],
+    rope: Rotation,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """Those of a model's layers one after the other; `kv_cache` is theirs alone."""
+    kv_cache = list(kv_cache)
+    for place, index in enumerate(indices):
+        with jax.named_scope(f"layer_{index}"):
+            x, kv_cache[place] = run_layer(layers[index], x, rope, kv_cache[place], metadata)
+    return x, kv_cache
 
 
 class CausalLM(nnx.Module):
@@ -68,10 +84,8 @@ class CausalLM(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embed(batch)
             rope = self.rotary(batch)
-        kv_cache = list(kv_cache)
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layer_{index}"):
-                x, kv_cache[index] = run_layer(layer, x, rope, kv_cache[index], batch.attention)
+        indices = range(len(self.layers))
+        x, kv_cache = run_layers(self.layers, indices, x, rope, kv_cache, batch.attention)
         with jax.named_scope("final_norm"):
             return self.norm(x), kv_cache
 

@@ -6,7 +6,7 @@ import jax
 
 from jaxllm.config import EngineConfig
 from jaxllm.runner import kv_cache
-from jaxllm.runner.buckets import Bucket, Buckets
+from jaxllm.runner.buckets import Buckets
 from jaxllm.runner.compiler import ProgramOptions
 from jaxllm.runner.compiler_options import has_room_for_sums, sum_scratch
 from jaxllm.runner.mesh import replicated
@@ -76,12 +76,7 @@ def make_programs(
     gpu = last.mesh.devices.flat[0].platform == "gpu"
     model = last.merge(unflatten(last.shapes))
     model_config = model.config
-
     num_steps = 1 if isinstance(params, list) else _num_steps(config, params, gpu)
-
-    def modes(bucket: Bucket) -> tuple[SamplingMode | None, ...]:
-        # On a GPU a choice at run time would make the host wait for it.
-        return tuple(SamplingMode) if gpu else (None,)
 
     common = ProgramOptions(
         step=lambda mode: StepOptions(
@@ -94,10 +89,11 @@ def make_programs(
             last.mesh if last.mesh.size > 1 else None,
         ),
         table_width=-(-config.max_model_len // config.block_size),
-        modes=modes,
+        # On a GPU a choice at run time would make the host wait for it.
+        modes=tuple(SamplingMode) if gpu else (None,),
         hidden=(config.dtype, model_config.hidden_size),
         num_devices=last.mesh.size,
-        sum_kernels=not gpu or _sums_have_room(config, stages, model_config, num_steps),
+        sum_kernels=_sums_have_room(config, stages, model_config, num_steps),
         gpu=gpu,
         lazy=config.enforce_eager,
         warn_only=config.allow_compile_after_warmup,
@@ -130,10 +126,11 @@ def _sums_have_room(
     managed = kv_cache.device_memory(stages[0].mesh.local_devices[0])
     if stages[0].mesh.size == 1 or managed is None:
         return True
-    steps = [bucket.num_tokens for bucket in make_buckets(config, gpu=True)]
+    buckets = [*make_buckets(config, gpu=True)]
     if num_steps > 1:
         most = _most_requests(config)
-        steps += [tokens for tokens in steps if tokens <= most for _ in range(2)]
+        buckets += 2 * [b for b in buckets if b.decode_only and b.num_requests <= most]
+    steps = [bucket.num_tokens for bucket in buckets]
     sums = 2 * max(len(stage.stage.layers) for stage in stages) + 1
     token_bytes = model_config.hidden_size * jax.numpy.dtype(config.dtype).itemsize
     unmanaged = managed / config.gpu_memory_utilization - managed

@@ -32,19 +32,14 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
+def shardings_of(tree: Any) -> Any:
+    """The shardings of a tree of arrays."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
 def mode_label(mode: SamplingMode | None) -> str:
     """For a program's name."""
     return "any" if mode is None else mode.name.lower()
-
-
-def lower_logprobs(params: Any, hidden: Any, options: StepOptions, sharding: NamedSharding) -> Any:
-    """The program that turns a mixed step's `hidden` (shapes) into prompt logprobs."""
-    count = min(LOGPROB_ROWS, hidden.shape[0])
-    scalar, rows = (
-        jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for shape in ((), (count,))
-    )
-    function = partial(prompt_logprobs, options=options)
-    return jax.jit(function).trace(params, hidden, scalar, rows).lower()
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,8 @@ class ProgramOptions:
 
     Attributes:
         step: sampling mode -> what a step's program depends on beside its bucket.
-        modes: bucket -> the sampling modes that get programs of their own, the lesser first;
-            (None,) leaves the mode to run time.
+        modes: the sampling modes that get samplers of their own, the lesser first; (None,) leaves
+            the mode to run time.
         hidden: dtype and size of a token's hidden state.
         num_devices: that run a program together.
         sum_kernels: see `gpu_options`.
@@ -64,7 +59,7 @@ class ProgramOptions:
 
     step: Callable[[SamplingMode | None], StepOptions]
     table_width: int
-    modes: Callable[[Bucket], tuple[SamplingMode | None, ...]]
+    modes: tuple[SamplingMode | None, ...]
     hidden: tuple[Any, int]
     num_devices: int
     sum_kernels: bool
@@ -119,7 +114,7 @@ class Compiler(ProgramBuilder):
 
     def key(self, bucket: Bucket, mode: SamplingMode) -> ProgramKey:
         """The least program that serves `mode`."""
-        return bucket, next(m for m in self._common.modes(bucket) if m is None or m >= mode)
+        return bucket, next(m for m in self._common.modes if m is None or m >= mode)
 
     def has_steps(self, key: ProgramKey) -> bool:
         """Whether a bucket and mode have a program of several steps: where the host is slower."""
@@ -159,7 +154,7 @@ class Compiler(ProgramBuilder):
         return self._samplers[key]
 
     def _keys(self, buckets: list[Bucket]) -> list[ProgramKey]:
-        return [(bucket, mode) for bucket in buckets for mode in self._common.modes(bucket)]
+        return [(bucket, mode) for bucket in buckets for mode in self._common.modes]
 
     def _shared_jobs(self, buckets: list[Bucket]) -> Iterable[Job]:
         """The prompt logprobs and the samplers."""
@@ -197,18 +192,27 @@ class Compiler(ProgramBuilder):
             jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),
         )
         function = partial(run_sampler, layout=layout, options=self._common.step(mode))
-        shardings = None
-        if sharding.mesh.size > 1:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, state), self.sharding
+        shardings = self._where_shared(shardings_of(state), self.sharding)
         jitted = jax.jit(function, donate_argnums=0, out_shardings=shardings)
         return jitted.trace(state, given).lower()
 
     def _lower_logprobs(self, bucket: Bucket) -> Any:
+        """The program that turns a mixed step's hidden states into prompt logprobs."""
         dtype, size = self._common.hidden
-        shape = (bucket.num_tokens, size)
-        hidden = jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
-        options = self._common.step(None)
-        return lower_logprobs(self._head_params, hidden, options, self.sharding)
+        hidden, start, targets = (
+            jax.ShapeDtypeStruct(shape, kind, sharding=self.sharding)
+            for shape, kind in (
+                ((bucket.num_tokens, size), dtype),
+                ((), np.int32),
+                ((min(LOGPROB_ROWS, bucket.num_tokens),), np.int32),
+            )
+        )
+        function = partial(prompt_logprobs, options=self._common.step(None))
+        return jax.jit(function).trace(self._head_params, hidden, start, targets).lower()
+
+    def _where_shared(self, *shardings: Any) -> tuple[Any, ...] | None:
+        """Of a program's results; one device leaves nothing to say."""
+        return shardings if self.sharding.mesh.size > 1 else None
 
     def _check_allowed(self, what: str) -> None:
         if self._common.lazy or not self._warm:

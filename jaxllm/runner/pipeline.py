@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxllm.runner import kv_cache
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compiler import Compiler, ProgramOptions, abstract
+from jaxllm.runner.compiler import Compiler, ProgramOptions, abstract, shardings_of
 from jaxllm.runner.mesh import mesh_devices, replicated, upload
 from jaxllm.runner.program_builder import Job
 from jaxllm.runner.program_context import tree_hash
 from jaxllm.runner.sampler import SamplingMode, row_shapes
-from jaxllm.runner.stage_step import PipelineState, run_first, run_last, run_middle
+from jaxllm.runner.stage_step import PipelineState, run_stage
 from jaxllm.runner.weights import ModelStage, StagedParams
 
 Step = tuple[PipelineState, jax.Array, jax.Array | None]
@@ -142,7 +142,7 @@ class PipelinePrograms(Compiler):
         stage, common, sharding = self._stages[index], self._common, self._shardings[index]
         mesh = stage.mesh if stage.mesh.size > 1 else None
         function = partial(
-            {0: run_first, self._last: run_last}.get(index, run_middle),
+            run_stage,
             stage=stage.stage,
             layout=self.layout(bucket),
             options=replace(common.step(None), merge=stage.merge, mesh=mesh),
@@ -155,7 +155,7 @@ class PipelinePrograms(Compiler):
         jitted = jax.jit(
             function,
             donate_argnums=(1,),
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, cache), *results),
+            out_shardings=(shardings_of(cache), *results),
         )
         arguments = self._packed(bucket, sharding), self._state.fed[0] if index == 0 else given
         return jitted.trace(self._params[index], cache, *arguments).lower()

@@ -9,7 +9,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.runner.buckets import Bucket
-from jaxllm.runner.compiler import Compiler, ProgramKey, ProgramOptions, abstract, mode_label
+from jaxllm.runner.compiler import (
+    Compiler,
+    ProgramKey,
+    ProgramOptions,
+    abstract,
+    mode_label,
+    shardings_of,
+)
 from jaxllm.runner.mesh import upload
 from jaxllm.runner.program_builder import Job
 from jaxllm.runner.program_context import tree_hash
@@ -91,10 +98,8 @@ class StepPrograms(Compiler):
 
     def _lower(self, bucket: Bucket) -> Any:
         step = partial(run_model, layout=self.layout(bucket), options=self._common.step(None))
-        shardings = None
-        if self.sharding.mesh.size > 1:
-            cache = jax.tree.map(lambda leaf: leaf.sharding, self._state.kv_cache)
-            shardings = cache, (self.sharding, self._logits_sharding()), self.sharding
+        cache, for_sampler = shardings_of(self._state.kv_cache), self._logits_sharding()
+        shardings = self._where_shared(cache, (self.sharding, for_sampler), self.sharding)
         jitted = jax.jit(step, donate_argnums=(1,), out_shardings=shardings)
         state, packed = self._state, self._packed(bucket, self.sharding)
         return jitted.trace(self._params, state.kv_cache, state.last_tokens, packed).lower()
@@ -106,9 +111,7 @@ class StepPrograms(Compiler):
             options=self._common.step(mode),
             count=self.num_steps,
         )
-        shardings = None
-        if self.sharding.mesh.size > 1:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state), self.sharding
+        shardings = self._where_shared(shardings_of(self._state), self.sharding)
         jitted = jax.jit(steps, donate_argnums=(1,), out_shardings=shardings)
         packed = self._packed(bucket, self.sharding)
         return jitted.trace(self._params, self._state, packed).lower()

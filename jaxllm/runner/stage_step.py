@@ -7,11 +7,11 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.batch import ForwardBatch, KVCache
-from jaxllm.models.causal_lm import run_layer
+from jaxllm.models.causal_lm import run_layers
 from jaxllm.runner.batch_layout import BatchLayout
 from jaxllm.runner.sampler import SamplerRows
 from jaxllm.runner.stages import Stage
-from jaxllm.runner.step import ForSampler, StepOptions, forward_batch, next_logits
+from jaxllm.runner.step import StepOptions, forward_batch, next_logits
 from jaxllm.runner.weights import Params
 
 
@@ -39,54 +39,34 @@ class PipelineState:
         return [array for cache in self.caches for array in cache]
 
 
-def run_first(
+def run_stage(
     params: Params,
     cache: KVCache,
     packed: Int[Array, "packed"],
-    last_tokens: Int[Array, "slots"],
+    given: jax.Array,
     *,
     stage: Stage,
     layout: BatchLayout,
     options: StepOptions,
-) -> tuple[KVCache, Float[Array, "T D"]]:
-    """Embeds a step's tokens and runs the first layers."""
-    model = options.merge(params)
-    batch = forward_batch(layout.unpack(packed), last_tokens, layout, options)
-    with jax.named_scope("embed"):
-        x = model.embed(batch)
-    return _run_layers(model, batch, cache, x, stage)
+) -> tuple[Any, ...]:
+    """A stage's part of a step.
 
+    Args:
+        given: the last tokens, i32[slots], to the first stage; to the others the hidden states,
+            [T, D], of the one before.
 
-def run_middle(
-    params: Params,
-    cache: KVCache,
-    packed: Int[Array, "packed"],
-    x: Float[Array, "T D"],
-    *,
-    stage: Stage,
-    layout: BatchLayout,
-    options: StepOptions,
-) -> tuple[KVCache, Float[Array, "T D"]]:
-    """Runs the layers of a stage that is neither first nor last."""
-    batch = forward_batch(layout.unpack(packed), None, layout, options)
-    return _run_layers(options.merge(params), batch, cache, x, stage)
-
-
-def run_last(
-    params: Params,
-    cache: KVCache,
-    packed: Int[Array, "packed"],
-    x: Float[Array, "T D"],
-    *,
-    stage: Stage,
-    layout: BatchLayout,
-    options: StepOptions,
-) -> tuple[KVCache, ForSampler, Float[Array, "T D"] | None]:
-    """Runs the last layers and the head; see `run_model` for what it returns."""
-    fields = layout.unpack(packed)
-    model = options.merge(params)
-    batch = forward_batch(fields, None, layout, options)
+    Returns:
+        The new cache, and the hidden states; of the last stage what `run_model` returns.
+    """
+    fields, model = layout.unpack(packed), options.merge(params)
+    batch = forward_batch(fields, given if stage.first else None, layout, options)
+    x = given
+    if stage.first:
+        with jax.named_scope("embed"):
+            x = model.embed(batch)
     cache, x = _run_layers(model, batch, cache, x, stage)
+    if not stage.last:
+        return cache, x
     with jax.named_scope("final_norm"):
         hidden = model.norm(x)
     logits, hidden = next_logits(model, hidden, fields, layout)
@@ -97,8 +77,5 @@ def _run_layers(
     model: Any, batch: ForwardBatch, cache: KVCache, x: Float[Array, "T D"], stage: Stage
 ) -> tuple[KVCache, Float[Array, "T D"]]:
     rope = model.rotary(batch)  # each stage makes its own: cheaper than sending it on
-    cache = list(cache)
-    for place, index in enumerate(stage.layers):
-        with jax.named_scope(f"layer_{index}"):
-            x, cache[place] = run_layer(model.layers[index], x, rope, cache[place], batch.attention)
+    x, cache = run_layers(model.layers, stage.layers, x, rope, cache, batch.attention)
     return cache, x
