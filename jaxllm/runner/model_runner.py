@@ -104,10 +104,13 @@ class ModelRunner:
         compiled = time.perf_counter()
         nothing = SchedulerOutput([])
         self._reset_row(0, None)
-        for bucket in self.buckets:
+        # Decode first: a mixed step's sampler is that of the decode step of as many requests, and
+        # has run by then, so that the long steps run in one mode only.
+        for bucket in sorted(self.buckets, key=lambda bucket: not bucket.decode_only):
             # One mode a program: several may share one.
-            modes = {self.programs.key(bucket, m): m for m in reversed(SamplingMode)}.values()
-            for mode in [*modes] * (2 if self._gpu else 1):
+            keys = {self.programs.key(bucket, m): m for m in reversed(SamplingMode)}
+            modes = [*keys.values()] if bucket.decode_only else [SamplingMode.GREEDY]
+            for mode in modes * (2 if self._gpu else 1):
                 hidden = self._dispatch(nothing, bucket, mode)[1]
                 if self.programs.has_steps(self.programs.key(bucket, mode)):
                     self._dispatch_steps(nothing, bucket, mode)
