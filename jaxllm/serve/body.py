@@ -31,6 +31,21 @@ async def read_body[M: BaseModel](request: Request, model: type[M]) -> M:
             code="invalid_content_type",
         )
     limit = request.app.state.server.serve_config.max_body_bytes
+    body = _parse(await read_limited(request, limit))
+    try:
+        checked = model.model_validate(body)
+    except ValidationError as error:
+        _refuse(error)
+    _note_unknown(checked)
+    return checked
+
+
+async def read_limited(request: Request, limit: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        ApiError: 413 if it has more than `limit` bytes.
+    """
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -40,13 +55,7 @@ async def read_body[M: BaseModel](request: Request, model: type[M]) -> M:
                 status=413,
                 code="body_too_large",
             )
-    body = _parse(bytes(data))
-    try:
-        checked = model.model_validate(body)
-    except ValidationError as error:
-        _refuse(error)
-    _note_unknown(checked)
-    return checked
+    return bytes(data)
 
 
 def _parse(data: bytes) -> Any:

@@ -7,10 +7,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.serve.body import read_limited
 from jaxllm.serve.errors import ApiError, api_error
 from jaxllm.serve.ray.affinity import affinity_key
 from jaxllm.serve.ray.metrics import merge_metrics
@@ -43,9 +45,9 @@ class Front:
             if scope["path"] == "/metrics":
                 await (await self._metrics())(scope, receive, send)
                 return
-            body = await self._read(receive)
+            body = await read_limited(Request(scope, receive), self.max_body_bytes)
             await unless_client_leaves(receive, self._forward(scope, body, answer))
-        except ClientLeftError:
+        except (ClientDisconnect, ClientLeftError):
             return
         except Exception as error:
             await answer.fail(_as_api_error(error))
@@ -56,23 +58,6 @@ class Front:
         )
         pages = dict(each for each in found if not isinstance(each, BaseException))
         return Response(merge_metrics(pages), headers={"content-type": METRICS_TYPE})
-
-    async def _read(self, receive: Receive) -> bytes:
-        data = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            data += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(data) > self.max_body_bytes:
-                raise ApiError(
-                    f"The body exceeds {self.max_body_bytes} bytes (--max-body-bytes).",
-                    status=413,
-                    code="body_too_large",
-                )
-        return bytes(data)
 
     async def _forward(self, scope: Scope, body: bytes, answer: "_Answer") -> None:
         """Sends a replica's answer; one that refuses is avoided, for it has not begun."""
