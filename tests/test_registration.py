@@ -19,6 +19,7 @@ from jaxllm.converters.errors import LoadError
 from jaxllm.converters.renamed import RenamedCheckpoint, renamed
 from jaxllm.models import registry
 from tests.converters.tiny_models import save_model
+from tests.installed_package import pip_install
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
@@ -204,12 +205,7 @@ def register():
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip installed a package that registers a model class of its own."""
     source, target = tmp_path_factory.mktemp("plugin"), tmp_path_factory.mktemp("site")
-    (source / "setup.py").write_text(SETUP)
-    (source / "fin_qwen.py").write_text(PLUGIN)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--target", str(target), str(source)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return target
+    return pip_install(source, target, {"setup.py": SETUP, "fin_qwen.py": PLUGIN})
 
 
 def test_an_installed_package_brings_its_model(

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import safetensors.numpy
 
 from jaxllm import LLM, SamplingParams
 from tests.converters.tiny_models import save_model
+from tests.installed_package import pip_install
 from tests.serve.server_process import ServerProcess
 from tests.serve.tiny_model import make_tiny_model
 
@@ -67,12 +66,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pip installed the package with the entry point."""
     source, target = tmp_path_factory.mktemp("plugin"), tmp_path_factory.mktemp("site")
-    (source / "setup.py").write_text(SETUP)
-    (source / "fin_models.py").write_text(PLUGIN)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--target", str(target), str(source)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return target
+    return pip_install(source, target, {"setup.py": SETUP, "fin_models.py": PLUGIN})
 
 
 def renamed(source: Path, target: Path, architecture: str, *, sign: int = 1) -> Path:
